@@ -11,7 +11,7 @@ _OTHERS = "others"
 _TICKS = os.sysconf("SC_CLK_TCK")
 # By a word of the command line; the first match wins.
 _PARTS = {
-    "imports for workers": "vllm.ahead",
+    "imports for workers": "vllm.preload_worker",
     "models and imports": "launch.fork_server",
     "warm-up": "cli.main sft",
     "reward model": "reward train",
@@ -19,7 +19,7 @@ _PARTS = {
     "reward server": "reward serve",
     "torchrun": "process.agent",
     "learner": "learner.process.fork_server",
-    "engine": "vllm.imported",
+    "engine": "vllm.preload_engine",
     "worker": "cli.main worker",
     "engine, spawned": "spawn_main",
     "launcher": "cli.main quickstart",

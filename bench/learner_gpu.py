@@ -18,7 +18,7 @@ from bench.measure import Rounds, Say, seconds
 from bench.report import Bar, Fact, Line
 from bench.stepping import Stepping
 from streamrl.errors import ResourceError
-from streamrl.learner.model.flops import peak_flops
+from streamrl.learner.metrics.gpu import peak_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

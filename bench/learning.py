@@ -20,10 +20,9 @@ from streamrl.config import schema
 from streamrl.errors import TrainingError
 from streamrl.learner.checkpoints.checkpoint import CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
-from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.fetch import fetch_groups
-from streamrl.learner.groups.plan import Kind
+from streamrl.learner.groups.open_feed import open_feed
+from streamrl.learner.groups.plan import GroupCheck, Kind
 from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.wire.group import Group
@@ -60,15 +59,13 @@ class Learning:
         term = 1 if self._root is None else self._root.claim_term(self._uid).number
         self.stream = TimedStream(client, self.keys, run_uid=self._uid, term=term, holder="bench", lease_s=600.0)
         self.stream.claim(config_json="{}", fingerprint=MODEL, wait_s=0.0)
-        self._feed = Feed(
-            make_feed_parts(
-                stream=self.stream,
-                prompts=_make_prompts(),
-                config=_make_config(shape, groups_per_step),
-                run_uid=self._uid,
-                fingerprint=MODEL,
-                drop_reason=lambda header: None,
-            )
+        self._feed = open_feed(
+            stream=self.stream,
+            prompts=_make_prompts(),
+            config=_make_config(shape, groups_per_step),
+            run_uid=self._uid,
+            fingerprint=MODEL,
+            drop_reason=lambda header: None,
         )
         self._feed.note_version(make_version(1, 0), 0)
         gc.collect()
@@ -94,7 +91,7 @@ class Learning:
         fetched_cpu_s = time.process_time()
         self._observe(self._step, fetched.groups)
         observed_cpu_s = time.process_time()
-        self._feed.settle(plan, [int(verdict) for verdict in fetched.verdicts])
+        self._feed.settle(plan, [GroupCheck(int(verdict)) for verdict in fetched.verdicts], trained=True)
         self._step += 1
         self.num_trained += len(plan.entries)
         self._feed.note_version(make_version(1, self._step), self._step)

@@ -22,7 +22,7 @@ from bench.memory_cases import CASES, Case, model_config
 from bench.memory_run import run
 from bench.report import Bar, Fact, Line
 from streamrl.learner.model.lora import place_adapters
-from streamrl.learner.planning.memory import Plan, plan
+from streamrl.learner.planning.memory import MemoryEstimate, plan
 from streamrl.learner.planning.sizes import Sizes
 
 _WITHIN = 10.0  # %
@@ -38,7 +38,7 @@ def bench(*, quick: bool, say: Say) -> list[Line]:
     return [*lines, *_of_sharing(say)]
 
 
-def planned(case: Case) -> Plan:
+def planned(case: Case) -> MemoryEstimate:
     return plan(sizes_of(case), case.config)
 
 

@@ -29,7 +29,7 @@ _MEASURED = (
     "bench/proofs_pretrained.py", "bench/learner_side.py", "learner/publishing/host_copy.py",
     "workers/proofs/proving.py", "workers/proofs/read_back.py", "workers/proofs/reference.py",
     "workers/proofs/rounded.py", "workers/engines/vllm/engine.py", "workers/engines/vllm/loading/quantized.py",
-    "workers/engines/vllm/loading/transfer.py", "workers/engines/vllm/outputs.py", "workers/engines/vllm/sampling.py",
+    "workers/engines/vllm/loading/transfer.py", "workers/engines/vllm/requests.py",
 )  # fmt: skip
 
 

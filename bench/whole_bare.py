@@ -43,7 +43,7 @@ async def _made(config: schema.Config) -> Cost:
     from streamrl.workers.engines.base import EngineSettings
     from streamrl.workers.engines.model import read_model
     from streamrl.workers.engines.vllm.engine import VllmEngine
-    from streamrl.workers.engines.vllm.sampling import sampling_params
+    from streamrl.workers.engines.vllm.requests import sampling_params
 
     facts = read_model(config.model.path, trust_remote_code=False)
     engine = VllmEngine(EngineSettings(model=facts, config=config, seed=1))

@@ -44,9 +44,9 @@ from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineSettings
 from streamrl.workers.engines.model import ModelFacts, read_model
 from streamrl.workers.engines.vllm.engine import VllmEngine
-from streamrl.workers.engines.vllm.sampling import sampling_params
+from streamrl.workers.engines.vllm.requests import sampling_params
 from streamrl.workers.proofs.proving import Prover
-from streamrl.workers.rewards.mixing import build_rewards
+from streamrl.workers.rewards.build import build_rewards
 from streamrl.workers.rollout.answer import Answerer
 from streamrl.workers.rollout.loop import Rollout
 from streamrl.workers.weights.follower import Patience, WeightFollower

@@ -20,7 +20,7 @@ from streamrl.learner.conductor import Conductor, Follower
 from streamrl.learner.groups.backlog import largest_group
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.feed_parts import make_feed_parts
+from streamrl.learner.groups.open_feed import open_feed
 from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.metrics.keepsakes import note_state
@@ -155,8 +155,7 @@ def _lead(context: RankContext, server: Server, report_as_learner: Callable[[], 
         admitted = admit(
             config=config, server=server, keeper=keeper, prompts=prompts, fingerprint=context.tokenizer_info.fingerprint
         )
-        make_conductor = partial(_make_conductor, context, admitted, keeper, prompts, held_out, policy.routes_wanted)
-        return _work_and_record(context, server, policy, admitted, make_conductor, exports)
+        return _work_and_record(context, server, policy, admitted, keeper, prompts, held_out, exports)
 
 
 def _await_lease(context: RankContext, server: Server) -> bool:
@@ -179,7 +178,9 @@ def _work_and_record(
     server: Server,
     policy: Policy,
     admitted: Admitted,
-    make_conductor: Callable[[], Conductor],
+    keeper: LeaseKeeper,
+    prompts: PromptSet,
+    held_out: Sequence[Prompt],
     exports: ExitStack,
 ) -> RunState:
     """Train, and record in Redis and in the run's folder that the run is running and how it ended.
@@ -192,7 +193,7 @@ def _work_and_record(
     try:
         with heeding_peers():
             context.patient.broadcast(start.to_bytes())
-            conductor = make_conductor()
+            conductor = _make_conductor(context, admitted, keeper, prompts, held_out, policy.routes_wanted)
             exports.enter_context(conductor.exporting())
             publisher = _make_publisher(context, server, policy, start, stream)
             state = work(context, policy, start, conductor=conductor, stream=stream, publisher=publisher)
@@ -249,19 +250,17 @@ def _make_feed(context: RankContext, admitted: Admitted, prompts: PromptSet, rou
     config, start, checkpoint = context.config, admitted.start, admitted.checkpoint
     state = checkpoint.state.stream if checkpoint else None
     since = checkpoint.name.term if checkpoint else 0
-    feed = Feed(
-        make_feed_parts(
-            stream=admitted.stream,
-            prompts=prompts,
-            config=config,
-            run_uid=start.run_uid,
-            fingerprint=context.tokenizer_info.fingerprint,
-            drop_reason=make_algorithm(config.algorithm).drop_reason,
-            quarantine=Quarantine(config.folder, term=start.term),
-            order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
-            state=state,
-            largest_group_bytes=largest_group(config, routes),
-        )
+    feed = open_feed(
+        stream=admitted.stream,
+        prompts=prompts,
+        config=config,
+        run_uid=start.run_uid,
+        fingerprint=context.tokenizer_info.fingerprint,
+        drop_reason=make_algorithm(config.algorithm).drop_reason,
+        quarantine=Quarantine(config.folder, term=start.term),
+        order=open_order(config, prompts, root=config.folder, term=start.term, since=since, state=state),
+        state=state,
+        largest_group_bytes=largest_group(config, routes),
     )
     if state is not None:
         # Repeated in case the checkpoint's writer died before it updated Redis.

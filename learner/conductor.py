@@ -94,6 +94,10 @@ class Conductor:
         self._data_epochs = 0.0  # passes over the prompts
         self._control: Control = "run"  # the operator's last known order
 
+    def check_trained(self) -> None:
+        """Raise TrainingError if no group was trained, though there is nothing left to train."""
+        self._feed.check_trained()
+
     def exporting(self) -> AbstractContextManager[None]:
         """At the end of the block the metrics' exporters send what is left; takes seconds at most."""
         return self._recorder.exporting()
@@ -149,7 +153,7 @@ class Conductor:
         return None if self._newest.check_held() else Plan(kind=Kind.PUBLISH, step=step)
 
     def _next_from_feed(self, step: int) -> Plan:
-        plan = None
+        plan = None  # stays None if Redis is away: the block is left early
         progress, timers = self._context.progress, self._context.timers
         with progress.waiting(self._feed.waits_for), timers.measure("rollout"), redis_may_be_away("no plan made"):
             plan = self._feed.plan(step=step, world_size=self._context.world.data_size, timeout_s=_SLICE_S)
@@ -220,6 +224,7 @@ class Conductor:
     def settle(self, plan: Plan, verdicts: Sequence[GroupCheck], *, trained: bool) -> None:
         """Record the verdicts on the plan's groups, and whether an update was made from them."""
         self._feed.settle(plan, verdicts, trained=trained)
+        self._context.progress.advanced()  # also without a step: the next batch is trained under the same activity
         sound = [entry.ticket for entry, ok in zip(plan.entries, verdicts, strict=True) if ok == GroupCheck.SOUND]
         if sound and not trained:
             self._stream.event("step_skipped", step=plan.step, tickets=" ".join(map(str, sound)))
@@ -266,6 +271,8 @@ class Conductor:
 class Follower:
     def __init__(self, context: RankContext) -> None:
         self._context = context
+
+    def check_trained(self) -> None: ...
 
     def next_plan(self, step: int, *, may_train: bool = True) -> Plan:
         return Plan.from_bytes(self._receive())

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import structlog
 import torch
@@ -32,9 +31,8 @@ from streamrl.learner.conductor import Conducting
 from streamrl.learner.groups.fetch import Fetched, fetch_groups
 from streamrl.learner.groups.lag import oldest_trained_step
 from streamrl.learner.groups.plan import GroupCheck, Kind, Outcome, Plan
-from streamrl.learner.metrics.gpu import Gpu
+from streamrl.learner.metrics.gpu import Gpu, peak_flops
 from streamrl.learner.metrics.tally import Tally
-from streamrl.learner.model.flops import peak_flops
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.objective.gradients import Batch, Gradients
 from streamrl.learner.objective.optimizer import Update, learning_rate, update
@@ -50,36 +48,37 @@ _REFUSED = "checkpoint/refused"
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What the loop drives, all created before the first round."""
-
-    start: Start
-    stream: GroupStream  # source of this rank's groups
-    policy: Policy
-    optimizer: torch.optim.Optimizer
-    gradients: Gradients
-    publisher: Publishing
-    saver: Saver
-    conductor: Conducting
-
-
 class Loop:
-    def __init__(self, context: RankContext, parts: Parts) -> None:
-        self._context, self._parts, self._config, self._world = context, parts, context.config, context.world
-        self._conductor, self._progress, self._timers = parts.conductor, context.progress, context.timers
+    def __init__(
+        self,
+        context: RankContext,
+        *,
+        start: Start,
+        stream: GroupStream,  # source of this rank's groups
+        policy: Policy,
+        optimizer: torch.optim.Optimizer,
+        gradients: Gradients,
+        publisher: Publishing,
+        saver: Saver,
+        conductor: Conducting,
+    ) -> None:
+        self._context, self._config, self._world = context, context.config, context.world
+        self._progress, self._timers = context.progress, context.timers
+        self._start, self._stream, self._conductor, self._saver = start, stream, conductor, saver
+        self._policy, self._optimizer, self._gradients = policy, optimizer, gradients
         self._publish_schedule = PublishSchedule(
-            publisher=parts.publisher,
+            publisher=publisher,
             max_ahead=context.config.lag.max_steps,
-            conductor=parts.conductor,
+            conductor=conductor,
             progress=context.progress,
             timers=context.timers,
         )
         self._gpu = Gpu(context.world.device)
-        self._step = parts.start.step  # optimizer steps made
-        self._consumed_samples = parts.start.consumed_samples
+        self._step = start.step  # optimizer steps made
+        self._consumed_samples = start.consumed_samples
         self._num_skipped = self._num_skipped_in_row = 0
         self._step_began = time.perf_counter()
+        context.progress.take_waits()  # a standby has waited for days by now, and no step has begun
 
     def run(self) -> RunState:
         """Train until the data, steps or time run out, or the operator stops the run."""
@@ -94,14 +93,14 @@ class Loop:
             return "stopped"
         self._progress.working("export")
         with self._context.watchdog.at_disk():
-            export(self._parts.policy, self._context.tokenizer_info.tokenizer, self._config, self._context.patient)
+            export(self._policy, self._context.tokenizer_info.tokenizer, self._config, self._context.patient)
         return "finished"
 
     # The three phases. False, here and below: stopped before the end
 
     def _begin(self) -> bool:
         """Publish the first weights and validate them, before any ticket is issued."""
-        fresh = self._parts.start.checkpoint is None
+        fresh = self._start.checkpoint is None
         return self._publish() and (self._validate() if fresh and self._config.validation.at_start else True)
 
     def _train(self) -> bool:
@@ -158,7 +157,7 @@ class Loop:
         fetch ─► gradients ─► updates ─► settle ─► publish ─► validate ─► checkpoint ─► record
         """
         self._progress.working("train")
-        tally = Tally(sources=self._config.reward_sources, step=self._step, is_dead=self._parts.start.is_dead)
+        tally = Tally(sources=self._config.reward_sources, step=self._step, is_dead=self._start.is_dead)
         fetched, verdicts = self._fetch(plan)
         tally.add_masked(fetched.num_masked)
         groups = fetched.agreed(verdicts)
@@ -184,18 +183,18 @@ class Loop:
     def _fetch(self, plan: Plan) -> tuple[Fetched, list[GroupCheck]]:
         """Return this rank's groups, and the verdicts of all ranks on every group of the plan."""
         fetched = fetch_groups(
-            self._parts.stream,
+            self._stream,
             plan,
             rank=self._world.data_rank,
             vocabulary=self._context.tokenizer_info.vocabulary,
             oldest_step=oldest_trained_step(self._config.lag, plan.step),
             needs_teacher=self._config.teacher is not None and bool(self._config.teacher.urls),
-            routes=self._parts.policy.routes_wanted,
+            routes=self._policy.routes_wanted,
         )
         return fetched, [GroupCheck(int(verdict)) for verdict in self._world.largest(fetched.verdicts)]
 
     def _rate(self, plan: Plan) -> float:
-        start = self._parts.start
+        start = self._start
         num_batches = plan.num_answered / self._config.training.groups_per_step
         return learning_rate(
             self._step - start.first_step,
@@ -209,16 +208,16 @@ class Loop:
         made: list[Update] = []
         with self._timers.measure("train"), self._context.watchdog.computing():
             with self._timers.measure("init_logprobs"):
-                batch = self._parts.gradients.prepare(groups, tally)
+                batch = self._gradients.prepare(groups, tally)
             while len(made) < self._config.algorithm.reinforce_epochs and (not made or made[-1].applied):
                 made.append(self._pass(batch, tally, lr))
         return made
 
     def _pass(self, batch: Batch, tally: Tally, lr: float) -> Update:
         with self._timers.measure("logprobs"):
-            loss = self._parts.gradients.accumulate(batch, tally)
+            loss = self._gradients.accumulate(batch, tally)
         return update(
-            self._parts.optimizer,
+            self._optimizer,
             loss=loss,
             lr=lr,
             clip_norm=self._config.optimizer.clip_norm,
@@ -246,19 +245,19 @@ class Loop:
         """Copy the current state; it is written while training continues."""
         self._progress.working("checkpoint")
         with self._context.watchdog.at_disk(), self._timers.measure("checkpoint"):
-            self._parts.saver.begin(self._step, consumed_samples=self._consumed_samples)
+            self._saver.begin(self._step, consumed_samples=self._consumed_samples)
 
     def _settle_checkpoint(self) -> None:
-        if self._parts.saver.busy:
+        if self._saver.busy:
             with self._timers.measure("checkpoint_commit"):
-                self._parts.saver.settle()
-            self._progress.note(**{_REFUSED: self._parts.saver.num_refused})
+                self._saver.settle()
+            self._progress.note(**{_REFUSED: self._saver.num_refused})
 
     def _save_last(self) -> bool:
         """Write the last checkpoint and block until it is on disk."""
         self._progress.working("checkpoint")
         with self._context.watchdog.at_disk():
-            return self._parts.saver.save(self._step, consumed_samples=self._consumed_samples)
+            return self._saver.save(self._step, consumed_samples=self._consumed_samples)
 
     def _record(self, metrics: Mapping[str, float], made: Update) -> None:
         now = time.perf_counter()
@@ -279,7 +278,7 @@ class Loop:
                 "train_optim/lr": made.lr,
                 "train_optim/optim_step": self._step,
                 "train_optim/skipped_steps": self._num_skipped,
-                _REFUSED: self._parts.saver.num_refused,
+                _REFUSED: self._saver.num_refused,
                 **self._gpu.metrics(),
                 **self._throughput(metrics, train_s=timers["timers/train"], step_s=step_s),
                 "weights/version": latest.version,

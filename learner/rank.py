@@ -18,12 +18,11 @@ from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.save import Saver
 from streamrl.learner.checkpoints.shard import Shard, load_state
 from streamrl.learner.conductor import Conducting
-from streamrl.learner.loop import Loop, Parts
+from streamrl.learner.loop import Loop
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.frozen import load_teacher, make_reference
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer
-from streamrl.learner.objective.reference import make_reference
-from streamrl.learner.objective.teacher import load_teacher
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.publishing.publish import Publishing
 from streamrl.learner.rank_context import RankContext
@@ -58,7 +57,8 @@ def work(
         background=background,
         timers=context.timers,
     )
-    parts = Parts(
+    loop = Loop(
+        context,
         start=start,
         stream=stream,
         policy=policy,
@@ -68,7 +68,6 @@ def work(
         saver=saver,
         conductor=conductor,
     )
-    loop = Loop(context, parts)
     # These objects live as long as the process; frozen, they are not scanned by every later garbage collection.
     gc.collect()
     gc.freeze()

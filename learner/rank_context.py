@@ -23,7 +23,7 @@ from streamrl.learner.metrics.exporters import check_exporters
 from streamrl.learner.metrics.record import Timers
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.moe.routing_replay import RoutingReplay
-from streamrl.learner.objective.teacher import check_teacher
+from streamrl.learner.objective.frozen import check_teacher
 from streamrl.learner.objective.trial import try_out
 from streamrl.learner.process.job import job_began
 from streamrl.learner.process.ranks import World
@@ -123,5 +123,5 @@ def load_model_together(context: RankContext) -> Policy:
     end_ids = context.tokenizer_info.end_ids
     policy = load_policy(context.config, context.world, end_ids, wait_for_readers=context.patient.barrier)
     if context.config.algorithm.routing_replay != "none":
-        policy.replay = RoutingReplay(policy.model, context.config, parts=policy.parts)
+        policy.replay = RoutingReplay(policy.model, context.config, split=policy.split)
     return policy

@@ -16,24 +16,25 @@ import json
 import threading
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, TrainingError, UserError
 from streamrl.files import create_exclusively, only_one
 from streamrl.learner.admission.claim import REPLAY, claim_folder
 from streamrl.learner.admission.start import Start, make_start
 from streamrl.learner.checkpoints.export import export
 from streamrl.learner.conductor import Conducting, Conductor, Follower
 from streamrl.learner.groups.curriculum import UnknownOrder
-from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.feed_parts import make_feed_parts
+from streamrl.learner.groups.open_feed import open_feed
 from streamrl.learner.groups.prompts import PromptSet
-from streamrl.learner.groups.replay_stream import ReplayStream, first_state, versions_of
+from streamrl.learner.groups.replay_stream import ReplayStream, first_state, survey_groups
 from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.process.failing import heeding_peers
 from streamrl.learner.process.lease import LeaseKeeper
 from streamrl.learner.process.ranks import World
 from streamrl.learner.publishing.unpublished import Unpublished
@@ -92,10 +93,16 @@ def _lead(context: RankContext, recording: Recording, stream: ReplayStream) -> R
     with only_one(config.folder, config.name):
         start, conductor = _begin(context, recording, stream, prompts)
         context.patient.broadcast(start.to_bytes())
-        note_state(config.folder, "running", term=start.term)
+        note = partial(note_state, config.folder, term=start.term)
+        note("running")
         with conductor.exporting():
-            state = _work(context, policy, start, conductor=conductor, stream=stream)
-            note_state(config.folder, state, term=start.term)
+            try:
+                with heeding_peers():
+                    state = _work(context, policy, start, conductor=conductor, stream=stream)
+            except (UserError, TrainingError) as error:
+                note("failed", error=str(error))
+                raise
+            note(state)
         return state
 
 
@@ -103,30 +110,27 @@ def _begin(
     context: RankContext, recording: Recording, stream: ReplayStream, prompts: PromptSet
 ) -> tuple[Start, Conductor]:
     config = context.config
-    _mark(config.folder, recording)
+    _check_place(config.folder, recording)
+    recorded = survey_groups(recording)  # before the folder is marked: a damaged recording may be repaired
+    create_exclusively(config.folder / REPLAY, json.dumps(_identity(recording)).encode())
     claimed = claim_folder(config, prompts)
-    versions = versions_of(recording)
     # No token counts as of an abandoned lineage: which of the recorded learners were replaced is unknown here.
-    lineage = dict.fromkeys(term_of(version) for version, _ in versions)
+    lineage = dict.fromkeys(term_of(version) for version, _ in recorded.versions)
     start = make_start(config, claimed, prompts, lineage=lineage, canary_ids=())
     goes_on_from = str(start.checkpoint)
     log.info("replay started", recording=str(recording.folder), groups=len(recording.places), goes_on_from=goes_on_from)
     num_of_data = prompts.num_places(config.training.max_epochs)
-    feed = Feed(
-        make_feed_parts(
-            stream=stream,
-            prompts=prompts,
-            config=config,
-            run_uid=recording.origin.run_uid,
-            fingerprint=recording.origin.fingerprint,
-            drop_reason=make_algorithm(config.algorithm).drop_reason,
-            state=claimed.checkpoint.state.stream
-            if claimed.checkpoint
-            else first_state(recording, versions, num_of_data=num_of_data),
-            order=UnknownOrder() if config.data.curriculum else None,
-            clock=lambda: stream.now_s,
-            sleep=lambda seconds: None,
-        )
+    feed = open_feed(
+        stream=stream,
+        prompts=prompts,
+        config=config,
+        run_uid=recording.origin.run_uid,
+        fingerprint=recording.origin.fingerprint,
+        drop_reason=make_algorithm(config.algorithm).drop_reason,
+        state=claimed.checkpoint.state.stream if claimed.checkpoint else first_state(recorded, num_of_data=num_of_data),
+        order=UnknownOrder() if config.data.curriculum else None,
+        clock=lambda: stream.now_s,
+        sleep=lambda seconds: None,
     )
     lease = LeaseKeeper(lambda: None, lease_s=config.learner.lease_s)  # the folder's lock replaces the lease
     return start, Conductor(context, start, prompts=prompts, stream=stream, feed=feed, validation=None, lease=lease)
@@ -141,6 +145,7 @@ def _work(
     ended = context.world.broadcast(bytes([used_up]) if context.world.is_main else None)
     if state != "stopped" or not ended[0]:
         return state
+    conductor.check_trained()
     log.info("the recording is used up; the rest is too small for a step")
     export(policy, context.tokenizer_info.tokenizer, context.config, context.patient)
     return "finished"
@@ -158,19 +163,24 @@ def _check(recording: Recording, config: schema.Config, fingerprint: str) -> Non
         log.warning("the recording is torn", file=str(path), left_out_bytes=num_bytes)
 
 
-def _mark(folder: Path, recording: Recording) -> None:
-    """Record in the run's folder which recording it replays; refuse a folder that belongs to something else."""
-    identity = {
+def _identity(recording: Recording) -> dict[str, str | int]:
+    return {
         "recorded_run": recording.origin.run,
         "run_uid": recording.origin.run_uid,
         "num_groups": len(recording.places),
         "first": recording.places[0].entry_id,
         "last": recording.places[-1].entry_id,
     }
-    path = folder / REPLAY
-    if not path.exists() and (folder / "checkpoints").exists():
-        raise ConfigError(f"{folder} holds a run that is not a replay: set another name for the replay, as name=again")
-    if create_exclusively(path, json.dumps(identity).encode()):
+
+
+def _check_place(folder: Path, recording: Recording) -> None:
+    """Refuse a folder that belongs to something else."""
+    identity, path = _identity(recording), folder / REPLAY
+    if not path.exists():
+        if any((folder / name).exists() for name in ("run.json", "terms", "checkpoints")):
+            raise ConfigError(
+                f"{folder} holds a run that is not a replay: set another name for the replay, as name=again"
+            )
         return
     recorded = json.loads(path.read_bytes())
     if recorded != identity:

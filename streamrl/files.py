@@ -12,6 +12,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import shlex
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -192,7 +193,8 @@ def only_one(folder: Path, name: str) -> Iterator[None]:
     pid = lock.read_text() if lock.exists() else ""
     taken = (
         f"the run {name!r} is live: another process (pid {pid or 'unknown'}) runs {folder}; "
-        "end it with Ctrl-C, or choose another name with name=..."
+        f"end it (`streamrl stop {shlex.quote(str(folder))}`, `run.stop()`, or Ctrl-C where it was started), or choose "
+        "another name"
     )
     with locked(lock, taken=taken):
         try:

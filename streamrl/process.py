@@ -156,14 +156,16 @@ def take_stdout() -> TextIO:
 
 
 def ask_to_end_with(parent: int) -> None:
-    """Send this process a SIGTERM when its parent is gone, so that it can shut down in order. Unlike the kernel's
-    signal, this does not depend on which of the parent's threads started it."""
+    """Send this process a SIGHUP when its parent is gone, so that it can shut down in order: the signal that is never
+    taken for a second request, as the parent may have sent a first one. Unlike the kernel's signal, this does not
+    depend on which of the parent's threads started it. Call it in the main thread, before anything counts signals."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_LOOK_EVERY_S)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # heed it also where the parent was started by nohup
     threading.Thread(target=watch, name="looks for the parent", daemon=True).start()
 
 

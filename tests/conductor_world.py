@@ -223,7 +223,8 @@ class Scene:
         self.stream, self.feed = FakeStream(), feed or FakeFeed(*answers)
         self.validation = validation or FakeValidation()
         self.checkpoints = CheckpointRoot(config.folder)
-        around = surroundings(config, world=world, job_began=self.clock() - 100.0)
+        self.progress = Progress(part="learner/0", role="learner", timer=self.clock)
+        around = surroundings(config, world=world, job_began=self.clock() - 100.0, progress=self.progress)
         self.stop = around.stop
         self.conductor = Conductor(
             around,

@@ -12,11 +12,10 @@ from pydantic import TypeAdapter
 
 from streamrl.config import schema
 from streamrl.learner.groups.curriculum import open_order
-from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.ledger import Ending, FeedState
 from streamrl.learner.groups.numbering import Retries
-from streamrl.learner.groups.plan import Kind, Plan
+from streamrl.learner.groups.open_feed import open_feed
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from streamrl.learner.groups.prompts import Prompt, PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
@@ -121,20 +120,18 @@ class FeedWorld:
         order = open_order(
             self.config, self.prompts, root=self.draws, term=self.term, since=self.committed_term, state=self.committed
         )
-        self.feed = Feed(
-            make_feed_parts(
-                stream=self.stream,
-                prompts=self.prompts,
-                order=order,
-                config=self.config,
-                run_uid=RUN,
-                fingerprint=MODEL,
-                drop_reason=make_algorithm(self.config.algorithm).drop_reason,
-                state=self.committed,
-                quarantine=Quarantine(self.folder, term=self.term),
-                clock=self.clock,
-                sleep=self.clock.advance,
-            )
+        self.feed = open_feed(
+            stream=self.stream,
+            prompts=self.prompts,
+            order=order,
+            config=self.config,
+            run_uid=RUN,
+            fingerprint=MODEL,
+            drop_reason=make_algorithm(self.config.algorithm).drop_reason,
+            state=self.committed,
+            quarantine=Quarantine(self.folder, term=self.term),
+            clock=self.clock,
+            sleep=self.clock.advance,
         )
         self.num_published = 0
         self.publish()
@@ -156,9 +153,9 @@ class FeedWorld:
     def plan(self, *, timeout_s: float = 0.0, world_size: int = 1) -> Plan | None:
         return self.feed.plan(step=self.step, world_size=world_size, timeout_s=timeout_s)
 
-    def train(self, plan: Plan, verdicts: Sequence[int] | None = None) -> None:
+    def train(self, plan: Plan, verdicts: Sequence[GroupCheck] | None = None) -> None:
         """Do what a step does to the feed."""
-        self.feed.settle(plan, verdicts or [True] * len(plan.entries))
+        self.feed.settle(plan, verdicts or [GroupCheck.SOUND] * len(plan.entries), trained=True)
         self.step += 1
         self.publish()
 

@@ -39,6 +39,7 @@ def _part(name: str, doing: str, state: str = "waiting", for_s: float = 40.0, **
 def _worker(doing: str = "generate", state: str = "working", for_s: float = 1.0, **changes: Any) -> WorkerStatus:
     told: dict[str, Any] = {"version": "1.120", "step": 120, "lag": 0, "tokens_per_s": 900.0, "leases": 8}
     rest: dict[str, Any] = {"in_flight": 32, "kv_use": 0.4, "delivered": 300, "failed": 0, "loads": 120}
+    rest |= {"ended_lately": 100, "failed_lately": 0}
     last: dict[str, Any] = {"loads_in_flight": 110, "rejected": "", "rejected_version": "", "detail": {}}
     part = changes.pop("part", None) or _part("worker/node-2-77", doing, state, for_s)
     return WorkerStatus(**{"part": part, **told, **rest, **last, **changes})
@@ -53,6 +54,8 @@ _LEARNER = LearnerStatus(
     validation={},
     rewards=(),
     held_out={},
+    step_s=12.0,
+    is_new=False,
     skipped_lately=0,
     fresh_mismatch=(),
     live={},
@@ -83,7 +86,13 @@ WELL = View(
         eta_s=None,
         share_done=None,
     ),
-    limits=Limits(max_lag_steps=4, groups_per_step=16, max_backlog_bytes=2 * _GB, arithmetic="bfloat16"),
+    limits=Limits(
+        max_lag_steps=4,
+        groups_per_step=16,
+        max_backlog_bytes=2 * _GB,
+        checkpoint_timeout_s=1800.0,
+        arithmetic="bfloat16",
+    ),
     learner=_LEARNER,
     workers=(_worker(),),
     others=(),
@@ -98,6 +107,7 @@ WELL = View(
         num_bytes=None,
         largest_bytes=None,
         changed_share=None,
+        published=121,
         behind=0,
         worst_lag=0,
     ),
@@ -168,6 +178,7 @@ VIEWS: Mapping[str, View] = {
     "learner_starting": replace(WELL, learner=_learner("load the model", "starting")),
     "publish_stuck": _waiting(Wait.WEIGHTS),
     "learner_stuck": replace(WELL, learner=_learner("train", "working", 600.0)),
+    "saving": replace(WELL, learner=_learner("checkpoint", "working", 150.0)),
     "no_workers": _workers(),
     "all_workers_reject": _workers(_REJECTING),
     "reward_outage": _workers(
@@ -176,13 +187,13 @@ VIEWS: Mapping[str, View] = {
             RewardSource(name="judge", mean=0.5, latency_s=None, scored=900, errors=7, state="0 of 1 replicas well"),
         ),
     ),
-    "environment_fails": _workers(_worker(detail=_of_environment(scored=60, failed=36, error=_TOO_LATE))),
+    "environment_fails": _workers(_worker(detail=_of_environment(ended_lately=100, failed_lately=36, error=_TOO_LATE))),
     "workers_starting": _workers(_worker(Wait.ENGINE, "waiting", 40.0)),
     "workers_without_hosts": _workers(
         _worker(Wait.HOSTS, "waiting", 40.0, detail={"hosts": 1, "hosts_wanted": 2, "hosts_at": "0.0.0.0:9600"})
     ),
     "workers_without_weights": _workers(_worker(Wait.WEIGHTS, "waiting", 40.0)),
-    "workers_stuck": _workers(_worker(for_s=400.0)),
+    "workers_stuck": _workers(_worker(for_s=400.0, tokens_per_s=0.0)),
     "byte_budget_reached": _waiting(Wait.GROUPS, streams=_stream(tickets=0, groups=50_000, group_bytes=2_500_000_000)),
     "checkpoints_refused": replace(WELL, learner=_learner("train", "working", 0.0, live={"checkpoint/refused": 2.0})),
     "draws_refused": replace(
@@ -197,13 +208,19 @@ VIEWS: Mapping[str, View] = {
     ),
     "poison_ticket": replace(WELL, streams=_stream(oldest_times=4, oldest_s=600.0)),
     "failing_tickets": _workers(
-        _worker(delivered=0, failed=6), dead=Dead(count=0, retry_requests=0, latest=(_LETTER,))
+        _worker(ended_lately=6, failed_lately=6), dead=Dead(count=0, retry_requests=0, latest=(_LETTER,))
     ),
     "stragglers": _waiting(Wait.STRAGGLERS, streams=_stream(oldest_s=600.0)),
     "lag_bound_reached": _workers(_worker(Wait.TICKETS, "waiting", 30.0), streams=_stream(tickets=0, groups=80)),
     "environment_is_slow": _waiting(
         Wait.GROUPS,
         workers=(_worker(in_flight=2, detail=_of_environment(under_way=32, oldest_s=48.0, latency_s=41.0)),),
+    ),
+    "rewards_are_slow": replace(
+        WELL,
+        learner=_learner(Wait.GROUPS, metrics={"timers/generate": 6.0, "timers/reward": 90.0}),
+        rewards=(RewardSource(name="judge", mean=0.5, latency_s=45.0, scored=900, errors=0, state="well"),),
+        streams=_stream(leased=12),
     ),
     "generation_is_slow": _waiting(Wait.GROUPS),
     "evaluating": _waiting(Wait.EVALUATION),

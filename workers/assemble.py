@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
+from typing import TYPE_CHECKING
 
 from streamrl.config.logged import needed_for
 from streamrl.errors import RunGone
@@ -19,22 +20,22 @@ from streamrl.protocol.transport.types import RunInfo
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.protocol.weights.rejected import spread_s
 from streamrl.workers.engines.base import Engine, EngineSettings, make_engine
-from streamrl.workers.engines.model import ModelFacts
+from streamrl.workers.engines.model import ModelFacts, find_model
 from streamrl.workers.environments.playing import playing
 from streamrl.workers.follow_run import RunSettings
-from streamrl.workers.health import Health, Parts
+from streamrl.workers.health import Health, WorkingParts
 from streamrl.workers.hosts.first import Hosts, open_hosts
-from streamrl.workers.model import find_model
-from streamrl.workers.options import Options
 from streamrl.workers.proofs.proving import prover_of
-from streamrl.workers.rewards.chats import ends_of
-from streamrl.workers.rewards.mixing import build_rewards
+from streamrl.workers.rewards.build import build_rewards
 from streamrl.workers.rewards.teaching import Teaches
 from streamrl.workers.rollout.answer import Answerer
 from streamrl.workers.rollout.loop import Rollout
 from streamrl.workers.supervise import RestartPatience, Supervisor
 from streamrl.workers.weights.follower import Patience, WeightFollower
 from streamrl.workers.weights.mirrored import open_mirror
+
+if TYPE_CHECKING:
+    from streamrl.workers.main import Options
 
 
 class Assembly:
@@ -86,7 +87,7 @@ class Assembly:
                 worker=options.worker,
                 fingerprint=model.fingerprint,
                 player=player,
-                ends=ends_of(model.tokenizer, model.stop_ids),
+                ends=model.ends(),
             )
             rollout = Rollout(
                 tickets=stream,
@@ -96,7 +97,9 @@ class Assembly:
                 has_other_settings=self._settings.differ_in,
                 progress=self._progress,
             )
-            self._health.parts = Parts(work=rollout, weights=weights, rewards=rewards, stall_s=config.worker.stall_s)
+            self._health.parts = WorkingParts(
+                work=rollout, weights=weights, rewards=rewards, stall_s=config.worker.stall_s
+            )
             yield Supervisor(
                 rollout=rollout,
                 weights=weights,

@@ -27,7 +27,6 @@ from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.environments.playing import playing
 from streamrl.workers.eval_result import Answers, EvalPrompt
 from streamrl.workers.rewards.base import ScoreItem
-from streamrl.workers.rewards.chats import ends_of
 from streamrl.workers.rewards.mixing import Rewards
 from streamrl.workers.rollout.answer import Answerer
 
@@ -114,7 +113,7 @@ async def evaluate(
                 worker=_UID,
                 fingerprint=model.fingerprint,
                 player=player,
-                ends=ends_of(model.tokenizer, model.stop_ids),
+                ends=model.ends(),
             )
             with answers.timed():
                 await _answer_all(tickets, engine, answerer, answers, config, show)

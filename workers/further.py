@@ -13,17 +13,17 @@ from streamrl.protocol.transport.types import RunInfo
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineSettings, Meeting
+from streamrl.workers.engines.model import find_model
 from streamrl.workers.follow_run import RunSettings
 from streamrl.workers.hosts.copy import Copy
 from streamrl.workers.hosts.further import FirstHost, FurtherHost
-from streamrl.workers.model import find_model
 from streamrl.workers.weights.mirrored import open_mirror
 
 if TYPE_CHECKING:
     import asyncio
 
     from streamrl.workers.engines.vllm.headless import HeadlessRanks
-    from streamrl.workers.options import Options
+    from streamrl.workers.main import Options
 
 
 async def serve_ranks(

@@ -24,7 +24,7 @@ _BOUND_FACTOR = 3.0  # multiple of the parts' own bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class WorkingParts:
     """The parts of a worker that has found its run."""
 
     work: Work
@@ -36,7 +36,7 @@ class Parts:
 class Health:
     def __init__(self, progress: Progress, *, timer: Callable[[], float] = time.monotonic) -> None:
         self.progress = progress
-        self.parts: Parts | None = None
+        self.parts: WorkingParts | None = None
         self._timer = timer
         self._num_made = 0  # tokens and scores
         self._made_at = timer()  # when the count last changed

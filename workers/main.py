@@ -12,6 +12,7 @@ import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,11 +24,29 @@ from streamrl.permissions import Permissions
 from streamrl.process import signals_to_end
 from streamrl.protocol.transport.address import URL_VARIABLE
 from streamrl.telemetry.logs import configure_logging
-from streamrl.workers.options import Options
 
 log = structlog.get_logger(__name__)
 
 _THREADS = 256  # an upper limit: threads start on demand
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a worker is told on its command line."""
+
+    redis_url: str
+    run: str
+    worker: str  # unique to this worker
+    permissions: Permissions
+    model: str | None = None  # overrides the run's
+    join: str | None = None  # HOST:PORT of an engine's first host, to join it as a further host
+    hosts: str = "0.0.0.0:9600"  # HOST:PORT where further hosts join its engine, if the run has any
+    local_reward_url: str | None = None
+    http: str | None = None  # HOST:PORT to serve probes and metrics on
+    sessions: str = "127.0.0.1:0"  # HOST:PORT where agents call the model
+    peers: str | None = None  # HOST:PORT where workers on other hosts fetch weights
+    gpu_memory: float | None = None  # fraction of its GPUs' memory for its engine
+    import_vllm: bool = False  # while waiting for the run
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

@@ -37,7 +37,8 @@ from streamrl.workers.environments.base import Environment, check_given, check_o
 from streamrl.workers.environments.own import OwnEnvironment, build_children
 from streamrl.workers.environments.remote import build_remote
 from streamrl.workers.rewards.base import Score, ScoreItem
-from streamrl.workers.rewards.mixing import STAND_IN, Rewards, applying, build_rewards, worth_of
+from streamrl.workers.rewards.build import STAND_IN, build_rewards
+from streamrl.workers.rewards.mixing import Rewards, applying, worth_of
 
 _CONFINED = "reward processes"
 _COMPLETIONS = ("The answer is 42.", "")  # a function may refuse what it cannot read

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
@@ -35,7 +35,9 @@ from streamrl.workers.assemble import Assembly
 from streamrl.workers.follow_run import RunSettings, follow_run
 from streamrl.workers.further import serve_ranks
 from streamrl.workers.health import Health
-from streamrl.workers.options import Options
+
+if TYPE_CHECKING:
+    from streamrl.workers.main import Options
 
 log = structlog.get_logger(__name__)
 

@@ -26,9 +26,9 @@ from streamrl.learner.checkpoints.shard import Shard, load_state
 from streamrl.learner.loading.load import load_policy, load_reference
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.frozen import frozen_logprobs
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
-from streamrl.learner.objective.reference import frozen_logprobs
 from streamrl.learner.parallel.dtensors import held
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group

@@ -22,8 +22,8 @@ from bench.long_tailed import Lengths, Size, make_config, make_groups, num_token
 from bench.measure import seconds
 from bench.stepping import Stepping
 from streamrl.config import schema
-from streamrl.learner.model.flops import peak_flops
-from streamrl.learner.planning.memory import Plan, plan
+from streamrl.learner.metrics.gpu import peak_flops
+from streamrl.learner.planning.memory import MemoryEstimate, plan
 from streamrl.learner.planning.sizes import Sizes
 
 _7B = Size(vocabulary=152_064, hidden=3584, intermediate=18_944, layers=4, heads=28, kv_heads=4)
@@ -102,5 +102,5 @@ def _config(case: _Case, scale: Scale) -> schema.Config:
     return config.model_copy(update={"model": config.model.model_copy(update=ways)})
 
 
-def _planned(size: Size, config: schema.Config, lengths: Lengths) -> Plan:
+def _planned(size: Size, config: schema.Config, lengths: Lengths) -> MemoryEstimate:
     return plan(Sizes.of(size.model(max_length=lengths.longest, device=torch.device("meta"))), config)

@@ -23,8 +23,8 @@ WHOLE_PROCESS = "function_child.py"
 CARRIERS = {
     *("Ticket", "Leased", "Delivery", "Entry", "Group", "GroupHeader", "Sample", "Span", "bytes"),
     *("Prompt", "SampleRequest", "Generated", "ScoreItem", "Scores", "RequestOutput"),
-    *("Plan", "PlanEntry", "ReadyGroup", "Fetched", "Selection", "Advantages"),
-    *("Batch", "LossBatch", "Piece", "MicroBatch", "Tensor", "ndarray"),
+    *("Plan", "PlanEntry", "ReadyGroup", "Fetched", "Selection", "GroupAdvantages"),
+    *("Batch", "TokenBatch", "Piece", "MicroBatch", "Tensor", "ndarray"),
 }
 
 _OUT, _ROOT = os.environ.get("STREAMRL_STEPS_TO", ""), os.environ.get("STREAMRL_STEPS_OF", "")

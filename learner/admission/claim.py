@@ -18,7 +18,7 @@ from streamrl.config.load import dump_config
 from streamrl.errors import DataError, ResourceError
 from streamrl.files import write_durably
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
-from streamrl.learner.checkpoints.resume import ANY_DATA, changed_since_checkpoint
+from streamrl.learner.checkpoints.resume import ANY_DATA, CONFIG, changed_since_checkpoint, check_data_left
 from streamrl.learner.checkpoints.terms import Term, claim_run
 from streamrl.learner.groups.prompts import PromptSet
 
@@ -51,7 +51,9 @@ def claim_folder(
     """
     root = CheckpointRoot(config.folder)
     run_uid = claim_run(config.folder)
-    changed = changed_since_checkpoint(config)  # before the claim, so that a refusal leaves no trace
+    # Before the claim, so that a refusal leaves no trace.
+    changed = changed_since_checkpoint(config)
+    check_data_left(config, num_places=prompts.num_places(config.training.max_epochs))
     term = root.claim_term(run_uid, confirm=confirm, known=known(run_uid))
     if changed:
         log.warning("settings changed since the checkpoint", changes=[str(change) for change in changed])
@@ -62,7 +64,7 @@ def claim_folder(
             "gives now: tickets would mean other prompts; set them back, or start another run from it with "
             f"name=NEW --fork {checkpoint.folder} --new-data"
         )
-    write_durably(config.folder / "config.yaml", dump_config(config).encode())
+    write_durably(config.folder / CONFIG, dump_config(config).encode())
     return Claimed(term=term, checkpoint=checkpoint)
 
 

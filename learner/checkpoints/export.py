@@ -15,6 +15,7 @@ from typing import Protocol
 import safetensors.torch
 import torch
 import transformers
+from transformers.utils.hub import cached_file
 
 from streamrl.config import schema
 from streamrl.files import replace_folder
@@ -24,6 +25,7 @@ from streamrl.learner.checkpoints.shard import load_weights
 from streamrl.learner.loading.build import build_model, load_model
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.loading.tokenizer import read_tokenizer_info
+from streamrl.learner.model.compiled import with_layers
 from streamrl.learner.model.lora import adapter_parameters, base_name, merged_parameters, save_adapters
 from streamrl.learner.model.policy import Policy
 from streamrl.learner.packing.attention import MASKED
@@ -31,6 +33,10 @@ from streamrl.learner.parallel.dtensors import persistent_buffers, whole
 from streamrl.learner.process.ranks import World
 
 ADAPTER = "adapter"  # folder within the export
+_PROCESSOR = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",  # older processors' own
+)
 # How far the ranks may gather ahead of rank 0's writing. On GPUs nothing else limits it: a gather waits in its stream,
 # where NCCL aborts it after a step's timeout, not a disk's. No GPU has run this.
 _MAX_AHEAD_BYTES = 1 << 30
@@ -56,11 +62,24 @@ def export(policy: Policy, tokenizer: Tokenizer, config: schema.Config, world: W
     adapters = _gathered(adapter_parameters(policy.model), world)
     if world.is_main:
         tokenizer.save_pretrained(temporary)
+        if policy.model.config.get_text_config() is not policy.model.config:
+            _copy_processor(config.model.path, temporary)
         if config.model.lora is not None:
-            save_adapters(adapters, config.model.lora, temporary / ADAPTER, base=config.model.path)
+            lora, base = config.model.lora, config.model.path
+            save_adapters(adapters, lora, temporary / ADAPTER, model=policy.model, base=base)
         replace_folder(temporary, folder)
     world.barrier()
     return folder
+
+
+def _copy_processor(path: str, folder: Path) -> None:
+    """Copy what a model that reads more than text has beside its tokenizer; vLLM does not serve it without."""
+    for name in _PROCESSOR:
+        found = cached_file(
+            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        if found is not None:
+            shutil.copyfile(found, folder / name)
 
 
 @torch.no_grad()
@@ -118,6 +137,7 @@ def write_weights(config: schema.Config, path: Path, *, checkpoint: Checkpoint |
 
 
 def _restored(config: schema.Config, checkpoint: Checkpoint) -> Policy:
+    config = with_layers(config, compiled=False)  # for a pass or none; and a compiler may be missing here
     policy = load_policy(config, ALONE, read_tokenizer_info(config.model.path).end_ids)
     load_weights(checkpoint.folder, policy)
     return policy

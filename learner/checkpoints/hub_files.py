@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from streamrl.files import naming
 from streamrl.learner.parallel.dtensors import persistent_buffers
@@ -60,8 +60,12 @@ class HubFiles:
             parameter.data = parameter.data.to(dtype)
         if hasattr(model.config, "quantization_config"):  # the written weights are not quantized
             del model.config.quantization_config
-        model.save_pretrained(folder, state_dict={})  # only configurations
         self._folder, self._rules, known = folder, _rules(model), cast(Any, model)
+        # transformers refuses to write generation defaults that it would warn about, as some releases have them.
+        defaults, known.generation_config = known.generation_config, transformers.GenerationConfig()
+        model.save_pretrained(folder, state_dict={})  # only configurations
+        if defaults is not None:
+            defaults.to_json_file(folder / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
         self._model = known
         known._weight_conversions = self._rules  # cached; otherwise they are looked up for each group
         own = {name: parameter.detach() for name, parameter in model.named_parameters()}

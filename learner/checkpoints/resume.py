@@ -27,16 +27,18 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.config.changes import Change, changes, check_changes
-from streamrl.config.load import config_from_json
+from streamrl.config.load import config_from_json, load_config
 from streamrl.errors import ConfigError, DataError
 from streamrl.files import fsync_folder
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState, best_first
-from streamrl.learner.checkpoints.scores import BEST_METRIC, SCORE
-from streamrl.learner.checkpoints.sealed import MANIFEST
-from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
+from streamrl.learner.checkpoints.scores import BEST_METRIC
+from streamrl.learner.checkpoints.sealed import MANIFEST, Files, unseal
+from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run, highest_term
 from streamrl.learner.groups.ledger import DROPPED, Ending, FeedState, Ledger
 
 ANY_DATA = "any"  # data fingerprint of a fork that starts its data afresh
+CONFIG = "config.yaml"  # the settings of the last learner that took the run (`admission.claim`)
+_FORKED_FROM = "forked_from"  # in the checkpoint that a fork begins with
 
 log = structlog.get_logger(__name__)
 
@@ -60,19 +62,37 @@ def settings_to_compare(config: schema.Config) -> dict[str, Any]:
 def changed_since_checkpoint(config: schema.Config) -> list[Change]:
     """Settings that changed since the newest checkpoint; empty if there is none, or it holds no configuration.
 
-    ConfigError for changes that a run may not make half-way.
+    ConfigError for changes that a run may not make half-way, which it is also before its own first checkpoint.
     """
-    root = CheckpointRoot(config.folder)
-    lineage = ancestry(config.folder)
-    if not root.names(lineage):
-        return []
-    newest = root.newest_complete(lineage, digests=False)
+    newest = _newest(config)
     before = config_of(newest) if newest is not None else None
     if newest is None or before is None:
+        _check_since_start(config, newest)
         return []
     found = changes(before, config, working_directory=newest.state.extra.get("working_directory", ""))
     check_changes(found, folder=str(config.folder))
     return found
+
+
+def _newest(config: schema.Config) -> Checkpoint | None:
+    root, lineage = CheckpointRoot(config.folder), ancestry(config.folder)
+    return root.newest_complete(lineage, digests=False) if root.names(lineage) else None
+
+
+def _check_since_start(config: schema.Config, newest: Checkpoint | None) -> None:
+    """Compare with the settings of the last learner that took the run, if that was after this checkpoint.
+
+    What its workers have made is in Redis, and is trained by the next learner.
+    """
+    path = config.folder / CONFIG
+    if highest_term(config.folder) <= (0 if newest is None else newest.name.term) or not path.is_file():
+        return
+    try:
+        before = load_config(path).config
+    except ConfigError as error:
+        log.warning("settings of the last start cannot be compared", file=str(path), reason=str(error))
+        return
+    check_changes(changes(before, config), folder=str(config.folder), has_checkpoint=newest is not None)
 
 
 def config_of(checkpoint: Checkpoint) -> schema.Config | None:
@@ -87,18 +107,21 @@ def config_of(checkpoint: Checkpoint) -> schema.Config | None:
         return None
 
 
-def find_checkpoint(text: str) -> Checkpoint:
-    """Resolve `RUN_FOLDER` (the newest), `RUN_FOLDER@STEP`, `RUN_FOLDER@best`, or a checkpoint's own folder."""
+def find_checkpoint(text: str, *, digests: bool = True) -> Checkpoint:
+    """Resolve `RUN_FOLDER` (the newest), `RUN_FOLDER@STEP`, `RUN_FOLDER@best`, or a checkpoint's own folder.
+
+    Checking digests reads every file, which takes so long that a live run may have removed the checkpoint by then.
+    """
     path = Path(text)
     if (name := CheckpointName.parse(path.name)) is not None and path.is_dir():
-        return CheckpointRoot(path.parent.parent).open(name, digests=True)
+        return CheckpointRoot(path.parent.parent).open(name, digests=digests)
     place, _, which = text.rpartition("@") if "@" in text and not path.is_dir() else (text, "", "")
     folder = Path(place)
     if not (folder / "checkpoints").is_dir():
         raise DataError(f"{text}: there is no {folder / 'checkpoints'}; name the folder of a run")
     root, lineage = CheckpointRoot(folder), ancestry(folder)
     if not which:
-        newest = root.newest_complete(lineage)
+        newest = root.newest_complete(lineage, digests=digests)
         if newest is None:
             raise DataError(f"{text}: the run has made no checkpoint yet")
         return newest
@@ -113,12 +136,12 @@ def find_checkpoint(text: str) -> Checkpoint:
                 f"{text}: no checkpoint of the run has been validated ({metric}, checkpoint.best_by); validations with "
                 "too few answers or samples do not count (val_rollouts/ranks; the learner's log says what failed)"
             )
-        return root.open(scored[0].name, digests=True)
+        return root.open(scored[0].name, digests=digests)
     found = next((name for name in names if str(name.step) == which), None)
     if found is None:
         steps = ", ".join(str(name.step) for name in reversed(names)) or "none"
         raise DataError(f"{text}: the run has no checkpoint of step {which}; it has {steps}; @best names the best one")
-    return root.open(found, digests=True)
+    return root.open(found, digests=digests)
 
 
 OUTCOME = f"{DROPPED}before_fork"
@@ -131,6 +154,32 @@ def check_steps(source: Checkpoint, training: schema.Training) -> None:
         raise ConfigError(
             f"training.max_steps = {training.max_steps}: {source.folder} is at step {made}, and a fork continues "
             f"its count; set it to {made + training.max_steps} for as many further steps, or to -1 for all of the data"
+        )
+
+
+def check_model(source: Checkpoint, config: schema.Config) -> None:
+    """Raise ConfigError if the fork would train other weights than the source has: other adapters, or other layers."""
+    before = config_of(source)
+    for change in () if before is None else changes(before, config):
+        trained = change.key == "model.router" or change.key.startswith("model.lora")
+        if trained and change.key != "model.lora.dropout":
+            raise ConfigError(
+                f"{change}: {source.folder} holds the weights that the former trains; keep it, or begin with its "
+                "export (`streamrl weights export`) as model.path"
+            )
+
+
+def check_data_left(config: schema.Config, *, num_places: int) -> None:
+    """Raise ConfigError if the run has just been forked from one that had used up its data; `num_places` of them."""
+    newest = _newest(config)
+    if newest is None or _FORKED_FROM not in newest.state.extra:
+        return
+    ended, source = newest.state.stream.ledger, newest.state.extra[_FORKED_FROM]["checkpoint"]
+    if ended.issued >= num_places + len(ended.retries) and not Ledger(ended).outstanding:
+        raise ConfigError(
+            f"training.max_epochs = {config.training.max_epochs}: {source}, with which this run begins, has used up "
+            "the data; raise it for further passes and start the run again without --fork, or start another one that "
+            f"begins the data anew, with `name=NEW --fork {source} --new-data`"
         )
 
 
@@ -157,9 +206,7 @@ def _make(source: Checkpoint, temporary: Path, *, new_data: bool) -> Checkpoint:
     term = root.claim_term(run_uid)
     name = CheckpointName(term.number, source.state.step)
     target = root.new_folder(name)
-    for path in sorted(source.folder.rglob("*")):
-        if path.is_file() and path.name not in (MANIFEST, SCORE):
-            _link(path, target / path.relative_to(source.folder))
+    files = _take_files(source.folder, target)
     state = CheckpointState(
         run_uid=run_uid,
         step=source.state.step,
@@ -168,10 +215,29 @@ def _make(source: Checkpoint, temporary: Path, *, new_data: bool) -> Checkpoint:
         extra={
             "consumed_samples": source.state.extra.get("consumed_samples", 0),
             "first_step": source.state.step if new_data else source.state.extra.get("first_step", 0),
-            "forked_from": {"checkpoint": str(source.folder), "run_uid": source.state.run_uid},
+            _FORKED_FROM: {"checkpoint": str(source.folder), "run_uid": source.state.run_uid},
         },
     )
-    return root.commit(name, state)
+    made = root.commit(name, state)
+    for path, taken in unseal(made.folder / MANIFEST)["files"].items():
+        if taken != files[path]:
+            raise DataError(
+                f"{source.folder / path}: contents do not match their digest; fork from another checkpoint, with @STEP"
+            )
+    return made
+
+
+def _take_files(source: Path, target: Path) -> Files:
+    """Link or copy the files of a checkpoint; return what its manifest says of them."""
+    try:
+        files: Files = unseal(source / MANIFEST)["files"]
+        for path in files:
+            _link(source / path, target / path)
+    except (FileNotFoundError, DataError) as error:
+        if isinstance(error, DataError) and (source / MANIFEST).exists():
+            raise
+        raise DataError(f"{source}: its run has removed it meanwhile, since it has newer ones: try again") from None
+    return files
 
 
 def _state_after(stream: FeedState, *, step: int) -> FeedState:

@@ -10,6 +10,8 @@ moment of the copy; later training is not part of it. Until the rename the check
 the run resumes from the previous one. Ranks communicate only in the loop, in `settle`, a collective that does not wait;
 the threads never communicate.
 
+Before its first checkpoint a learner prunes: what earlier ones have left may fill the disk.
+
 One checkpoint is in progress at a time: the next one waits for it. If one cannot be written (a full disk), nothing is
 committed, the run continues, and the next one is tried when it is due. `save` waits until everything is done, as a
 run's last checkpoint must: for the disk, and for other ranks' disks. The `world` given here has a timeout that allows
@@ -139,6 +141,8 @@ class Saver:
                 self._finish()
         name = CheckpointName(self._term, step)
         commit = self._conductor.begin_commit(name, consumed_samples=consumed_samples)
+        if self._pruned is None:  # a killed learner may have left parts, or fewer checkpoints are to be kept by now
+            self._pruned = self._background.submit(commit.prune)
         if name == self._last:
             self._under_way = _UnderWay(name=name, commit=commit, written=_nothing())
         elif self._make_folder(name):

@@ -98,6 +98,7 @@ def load_state(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer
     """Restore the state from shards written by any number of ranks."""
     counts_beside_weights = bool(optimizer.defaults.get("fused"))  # required by the fused kernel
     with _opened(folder) as files:
+        _refuse_others(files, policy)
         for name, parameter in _trained(policy):
             _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)
             steps = max((file.steps.get(name, 0.0) for file in files), default=0.0)
@@ -116,6 +117,7 @@ def load_weights(folder: Path, policy: nn.Module) -> None:
     with _opened(folder) as files:
         if not files:
             raise DataError(f"{folder} is gone: its run has removed it meanwhile (checkpoint.keep_last)")
+        _refuse_others(files, policy)
         for name, parameter in _trained(policy):
             _fill(held(parameter, shape=parameter.shape), files, f"master/{name}", name)
 
@@ -139,6 +141,23 @@ class _File:
         metadata = opened.metadata()
         starts, steps = json.loads(metadata["starts"]), json.loads(metadata["steps"])
         return cls(opened=opened, names=frozenset(opened.keys()), starts=starts, steps=steps)
+
+
+def _refuse_others(files: list[_File], policy: nn.Module) -> None:
+    """Raise DataError if the files hold other tensors than are trained, or larger or smaller ones: runs of the flat
+    tensor would fit, and be other numbers."""
+    sizes: dict[str, int] = {}
+    for file in files:
+        for name, start in file.starts.items():
+            end = start + file.opened.get_slice(f"master/{name}").get_shape()[0]
+            sizes[name] = max(sizes.get(name, 0), end)
+    trained = {name: parameter.numel() for name, parameter in _trained(policy)}
+    if differing := {name for name in sizes.keys() | trained.keys() if sizes.get(name) != trained.get(name)}:
+        name = min(differing)
+        raise DataError(
+            f"the checkpoint holds {sizes.get(name, 0)} weights of {name}, but {trained.get(name, 0)} are trained: "
+            "`model` must be the one that it was made with, also its lora and its router"
+        )
 
 
 def _fill(run: LocalRows, files: list[_File], key: str, name: str) -> None:

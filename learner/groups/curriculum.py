@@ -1,6 +1,6 @@
 """Which prompt each place asks for: in the data's order (`DataOrder`) or chosen by past rewards (`Curriculum`).
 
-Tickets stand for places (`groups.ledger`).
+Tickets stand for places (`groups.numbering`).
 
     data's order      0 1 2 3 4 5 6 7 8 9 ...   candidates, pass after pass, without end
     admitted          y . y y . . y . y y       each with its own chance, by a random draw fixed by seed and pass
@@ -20,6 +20,7 @@ What a place asks for is fixed when it is drawn, and never changes afterwards:
                       meaning. Groups that ended since then end again, and are observed again
     a log is lost     these places are drawn again; tickets in Redis under their numbers are of another lineage: deleted
     fork              has the checkpoint's pool and places; or starts afresh with its own data
+    switched off      open and dead tickets keep their prompts (`DataOrder`); the pool is forgotten
     Redis rolls back  a number asks for what it did before, or its identity differs (`wire.ticket`)
     replay            draws nothing: `UnknownOrder`
 
@@ -29,6 +30,7 @@ the same pool whether or not a learner died in between. `draw` blocks on the dis
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -71,8 +73,14 @@ class PromptOrder(Protocol):
 
 
 class DataOrder:
-    def __init__(self, prompts: PromptSet, *, num_places: int) -> None:
-        self._prompts = prompts
+    def __init__(
+        self,
+        prompts: PromptSet,
+        *,
+        num_places: int,
+        drawn: Mapping[int, tuple[int, int]] | None = None,  # places whose prompts a curriculum has chosen before
+    ) -> None:
+        self._prompts, self._drawn = prompts, dict(drawn or {})
         self.num_drawn = num_places
 
     def draw(self, num_places: int) -> None: ...
@@ -81,12 +89,14 @@ class DataOrder:
         return True
 
     def locate(self, place: int) -> tuple[int, int]:
-        return self._prompts.locate(place)
+        return self._drawn.get(place) or self._prompts.locate(place)
 
     def ended(self, place: int, header: GroupHeader, *, informative: bool) -> None: ...
 
     def state(self, ledger: Ledger) -> CurriculumState | None:
-        return None
+        """None once no ticket is left of a curriculum before."""
+        self._drawn = _retained(self._drawn, ledger)
+        return _state_after(self, ledger) if self._drawn else None
 
     def metrics(self) -> dict[str, float]:
         return {}
@@ -207,24 +217,34 @@ def open_order(
 ) -> PromptOrder:
     """The order that the settings ask for."""
     num_places = prompts.num_places(config.training.max_epochs)
-    if not config.data.curriculum:
-        return DataOrder(prompts, num_places=num_places)
     restored = state or FeedState()
+    ledger = Ledger(restored.ledger)
+    if not config.data.curriculum:
+        drawn = _retained(restored.curriculum.places, ledger) if restored.curriculum is not None else {}
+        return DataOrder(prompts, num_places=num_places, drawn=drawn)
     return Curriculum(
         prompts,
         num_samples=config.sampling.num_samples,
         num_places=num_places,
         block=config.training.groups_per_step,
         log=DrawLog(root, term=term, since=since) if root is not None else None,
-        state=restored.curriculum or _state_after_data_order(Ledger(restored.ledger), prompts),
+        state=restored.curriculum or _state_after(DataOrder(prompts, num_places=num_places), ledger),
     )
 
 
-def _state_after_data_order(ledger: Ledger, prompts: PromptSet) -> CurriculumState:
-    """The initial state of a curriculum in a run that started without one."""
+def _state_after(order: DataOrder, ledger: Ledger) -> CurriculumState:
+    """The initial state of a curriculum in a run that had none so far."""
     begin = ledger.retries.num_places(ledger.issued)
-    places = {place: prompts.locate(place) for place in sorted(_retained_places(ledger))}
+    places = {place: order.locate(place) for place in sorted(_retained_places(ledger))}
     return CurriculumState(num_drawn=begin, num_visited=begin, places=places)
+
+
+def _retained(places: Mapping[int, tuple[int, int]], ledger: Ledger) -> dict[int, tuple[int, int]]:
+    """Those of the places that may still be asked."""
+    if not places:
+        return {}
+    retained = _retained_places(ledger)
+    return {place: asked for place, asked in places.items() if place in retained}
 
 
 def _retained_places(ledger: Ledger) -> set[int]:

@@ -9,8 +9,8 @@ A ticket that failed is issued again with its number of failures, until `worker.
 letter. The ledger counts a ticket as issued before it is written: if the write is lost, the ticket is outstanding and
 missing, and reconciling (`reconcile`) repairs that; in the reverse order it might be issued twice.
 
-Tickets that a full server refuses are kept here and offered again; meanwhile the groups in hand are trained, and a
-commit that frees memory is requested. Blocks on Redis, within its limits.
+Tickets that a full server refuses are kept here and offered again; meanwhile the groups that are ready are trained,
+and a commit that frees memory is requested. Blocks on Redis, within its limits.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
-from streamrl.learner.groups.books import Books
 from streamrl.learner.groups.curriculum import PromptOrder
 from streamrl.learner.groups.ledger import CurriculumState
+from streamrl.learner.groups.plan import Books
 from streamrl.learner.groups.tickets import Tickets
 from streamrl.protocol.transport.types import GroupStream, Letter
 from streamrl.protocol.wire.group import GroupHeader

@@ -2,11 +2,11 @@
 
       ┌── top_up ──► tickets ──► workers ──► groups ──┐
       │                                               ▼ read by the cursor, in order (`intake`)
-    ledger ◄── settle ◄── plan ◄── in hand ◄── whose, valid, how old, worth training?
+    ledger ◄── settle ◄── plan ◄── ready ◄── whose, valid, how old, worth training?
                                                       │
       ▲───────────── dropped, failed, ignored ────────┘
 
-`plan` reads until a batch is in hand, waiting for groups at most `timeout_s`; `settle` resolves the batch once the
+`plan` reads until a batch is ready, waiting for groups at most `timeout_s`; `settle` resolves the batch once the
 ranks have checked it. Only `plan` issues new tickets, that is, after the last step's weights were published, so a lag
 of 0 is on-policy.
 
@@ -16,16 +16,20 @@ carry, and are read again by the feed that resumes from it. `reconcile` finds wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from streamrl.crashpoints import crashpoint
-from streamrl.learner.groups.feed_parts import FeedParts
-from streamrl.learner.groups.gate import NOT_LEASED
+from streamrl.learner.groups.counts import Datasets, Lengths
+from streamrl.learner.groups.dispatch import Dispatch
+from streamrl.learner.groups.intake import NOT_LEASED, FailuresInRow, Intake
 from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, FeedState
-from streamrl.learner.groups.plan import GroupCheck, Kind, Plan, balance
-from streamrl.protocol.transport.types import Control
+from streamrl.learner.groups.plan import Books, GroupCheck, Kind, Plan, balance
+from streamrl.learner.groups.quarantine import Quarantine
+from streamrl.learner.groups.reconcile import Reconciler
+from streamrl.learner.groups.waiting import WaitTimers
+from streamrl.protocol.transport.types import Control, GroupStream
 from streamrl.telemetry.progress import Wait
 
 _ROUND_S = 1.0  # limit of one wait for groups, before operator's orders and deadline are checked again
@@ -34,14 +38,31 @@ log = structlog.get_logger(__name__)
 
 
 class Feed:
-    def __init__(self, parts: FeedParts) -> None:
-        self._stream, self._dispatch, self._reconciler = parts.stream, parts.dispatch, parts.reconciler
-        self._intake, self._failures, self._quarantine = parts.intake, parts.failures, parts.quarantine
-        self._ledger, self._lag = parts.books.ledger, parts.books.lag
-        self._ready_groups, self._backlog = parts.books.ready_groups, parts.books.backlog
-        self._lengths, self._datasets, self._wait_timers = parts.lengths, parts.datasets, parts.wait_timers
-        self._groups_per_step, self._journal = parts.groups_per_step, parts.journal
-        self._clock, self._sleep = parts.clock, parts.sleep
+    def __init__(
+        self,
+        *,
+        stream: GroupStream,
+        groups_per_step: int,
+        journal: str | None,  # newest journal file
+        books: Books,
+        dispatch: Dispatch,
+        reconciler: Reconciler,
+        intake: Intake,
+        failures: FailuresInRow,
+        quarantine: Quarantine,
+        lengths: Lengths,
+        datasets: Datasets,
+        wait_timers: WaitTimers,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._stream, self._dispatch, self._reconciler = stream, dispatch, reconciler
+        self._intake, self._failures, self._quarantine = intake, failures, quarantine
+        self._ledger, self._lag = books.ledger, books.lag
+        self._ready_groups, self._backlog = books.ready_groups, books.backlog
+        self._lengths, self._datasets, self._wait_timers = lengths, datasets, wait_timers
+        self._groups_per_step, self._journal = groups_per_step, journal
+        self._clock, self._sleep = clock, sleep
         self.control: Control = "run"  # the operator's order in effect
         self._next_listen = 0.0
         self._planned: Plan | None = None
@@ -82,7 +103,7 @@ class Feed:
             self._quarantine.begin([entry.ticket for entry in plan.entries])
         return plan
 
-    def settle(self, plan: Plan, verdicts: Sequence[int], *, trained: bool = True) -> None:
+    def settle(self, plan: Plan, verdicts: Sequence[GroupCheck], *, trained: bool) -> None:
         """Resolve the plan's groups by the ranks' verdicts. `trained=False`: the step itself was skipped."""
         assert plan is self._planned, "only the current plan can be settled"
         waiting = self._stream.waiting("train") if GroupCheck.MALFORMED in verdicts else set()
@@ -93,14 +114,14 @@ class Feed:
             GroupCheck.STALE: f"{DROPPED}stale",
         }
         for entry, verdict in zip(plan.entries, verdicts, strict=True):
-            held = self._ready_groups.remove(entry.ticket)
+            group = self._ready_groups.remove(entry.ticket)
             if verdict == GroupCheck.MISSING:  # lost by Redis after it was read; reconciling issues it again
                 self._ledger.ignore("missing")
                 self._doubtful = True
-            elif verdict == GroupCheck.MALFORMED and (entry.ticket, held.header.identity) in waiting:
-                self._intake.set_aside(held.entry_id, entry.ticket, NOT_LEASED)
+            elif verdict == GroupCheck.MALFORMED and (entry.ticket, group.header.identity) in waiting:
+                self._intake.set_aside(group.entry_id, entry.ticket, NOT_LEASED)
             else:
-                self._intake.end(held.header, outcomes[GroupCheck(verdict)], step=plan.step)
+                self._intake.end(group.header, outcomes[verdict], step=plan.step)
         self._planned = None
         self._wait_timers.step_follows()
         crashpoint("group.settled")
@@ -228,8 +249,8 @@ class Feed:
 
     def _plan_step(self, step: int, world_size: int) -> Plan:
         batch = self._ready_groups.batch()
-        chosen = self._quarantine.narrow([held.header.ticket for held in batch])
-        batch = [held for held in batch if held.header.ticket in chosen]
-        ranks = balance([held.header.num_tokens for held in batch], world_size)
-        entries = (held.planned(rank) for held, rank in zip(batch, ranks, strict=True))
+        chosen = self._quarantine.narrow([group.header.ticket for group in batch])
+        batch = [group for group in batch if group.header.ticket in chosen]
+        ranks = balance([group.header.num_tokens for group in batch], world_size)
+        entries = (group.planned(rank) for group, rank in zip(batch, ranks, strict=True))
         return Plan(kind=Kind.STEP, step=step, entries=tuple(entries), num_answered=self._ledger.num_answered)

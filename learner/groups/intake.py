@@ -1,32 +1,48 @@
 """Reads what workers delivered, in the stream's order, and decides what becomes of each group.
 
-    groups ──► accept: whose, valid (`gate`), how old (`lag`), worth training? ──► in hand
-                  └──► its ticket is dropped, a failure counted, or the group set aside
+    groups ──► accept: whose, valid (`Gate`), how old (`lag`), worth training? ──► ready
+                  └──► its ticket is dropped, a failure counted (`FailuresInRow`), or the group set aside
 
-No content of a group can stop it. Blocks on Redis, at most as long as it may wait for groups.
+Anyone with access to the stream can write anything, so the gate checks an entry from the outside in:
+
+    of this run, for an open ticket ─► delivered by the lease's holder ─► the ticket's identity ─► a valid header
+
+Only the holder of a ticket's lease may end it. Delivery removes the ticket from Redis and records the ticket's entry in
+one step; an entry written any other way lacks that, and counts for nothing. A forger would still have to remove the
+ticket. So an entry that would end a ticket without answering it (a failure, an unreadable group, or one of another
+model) counts only if the ticket is no longer waiting. Such entries are few; each costs one query to Redis, and sound
+ones none.
+
+An answer with another identity does not count either, even under one of our numbers: it is of another lineage of the
+run's history, left by a Redis that switched between copies of itself.
+
+No content of a group can stop the intake. Blocks on Redis, at most as long as it may wait for groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
 from streamrl.crashpoints import crashpoint
-from streamrl.learner.groups.books import Books
+from streamrl.errors import TrainingError, WireError
 from streamrl.learner.groups.counts import NOT_OURS, Datasets, Lengths
 from streamrl.learner.groups.dispatch import Dispatch
-from streamrl.learner.groups.failures import FailuresInRow
-from streamrl.learner.groups.gate import LATE_FAILURE, NOT_ASKED, NOT_LEASED, Gate
-from streamrl.learner.groups.ledger import DROPPED, TRAINED
-from streamrl.learner.groups.plan import ReadyGroup
+from streamrl.learner.groups.ledger import DEAD, DROPPED, TRAINED, Ledger
+from streamrl.learner.groups.plan import Books, ReadyGroup, ReadyGroups
+from streamrl.learner.groups.prompts import Prompt
 from streamrl.learner.groups.quarantine import QUARANTINED, Quarantine
 from streamrl.learner.groups.tickets import Tickets
 from streamrl.learner.groups.waiting import WaitTimers
-from streamrl.protocol.transport.types import Entry, GroupStream
-from streamrl.protocol.wire.group import GroupHeader
+from streamrl.protocol.transport.types import START, Entry, GroupStream, entry_order
+from streamrl.protocol.wire.group import GroupHeader, decode_header
 
+LATE_FAILURE = "late_failure"
+NOT_ASKED = "not_asked"  # the ticket asks for something else
+NOT_LEASED = "not_leased"  # its writer held no lease
 _READ_BYTES = 1 << 20  # approximate size of a read: larger replies cost more memory and gain nothing
+_SHOWN_CHARS = 80  # of a prompt
 
 log = structlog.get_logger(__name__)
 
@@ -57,7 +73,7 @@ class Intake:
         self.cursor = cursor  # id of the last entry read
 
     def receive(self, *, step: int, wait_s: float) -> bool:
-        """Read some of the groups still lacking, the carry first; return whether there were any.
+        """Read some of the groups still lacking, those to be read again first; return whether there were any.
 
         `step` is the step that would train them.
         """
@@ -78,10 +94,10 @@ class Intake:
         return bool(entries)
 
     def drop_stale(self, step: int) -> None:
-        """Drop groups that went stale in hand; happens only if the most urgent groups are trained first."""
-        for held in self._ready_groups:
-            if self._lag.is_stale(held.header.min_version, held.header.max_version, step):
-                self.end(self._ready_groups.remove(held.header.ticket).header, f"{DROPPED}stale", step=step)
+        """Drop ready groups that went stale; happens only if the most urgent groups are trained first."""
+        for group in self._ready_groups:
+            if self._lag.is_stale(group.header.min_version, group.header.max_version, step):
+                self.end(self._ready_groups.remove(group.header.ticket).header, f"{DROPPED}stale", step=step)
 
     def end(self, header: GroupHeader, outcome: str, *, step: int) -> None:
         """End the ticket that this group answers."""
@@ -131,3 +147,119 @@ class Intake:
         if self._lag.is_stale(header.min_version, header.max_version, step):
             return "stale"
         return QUARANTINED if self._quarantine.holds(header.ticket) else self._reason_of_algorithm(header)
+
+
+class Gate:
+    """Decides whether an entry of the groups' stream counts for this run."""
+
+    def __init__(
+        self,
+        *,
+        stream: GroupStream,
+        ledger: Ledger,
+        ready_groups: ReadyGroups,
+        failures: FailuresInRow,
+        run_uid: str,
+        fingerprint: str,  # of model and tokenizer; groups must carry it
+        max_samples: int,  # samples per ticket
+    ) -> None:
+        self._stream, self._ledger, self._ready_groups, self._failures = stream, ledger, ready_groups, failures
+        self._run_uid, self._max_samples = run_uid, max_samples
+        self.fingerprint = fingerprint
+
+    def header(self, entry: Entry) -> GroupHeader | None:
+        """The decoded header; None unless it is a training group's header for this very ticket."""
+        try:
+            header = decode_header(entry.header)
+        except WireError:
+            return None
+        expected = (entry.number, entry.identity, self._run_uid, "train")
+        fits = (header.ticket, header.identity, header.run_uid, header.purpose) == expected
+        return header if fits and len(header.sample_lengths) <= self._max_samples else None
+
+    def reason_to_ignore(self, entry: Entry, header: GroupHeader | None) -> str | None:
+        """Why the entry is ignored; None: it decides its ticket."""
+        number = entry.number
+        if entry.run_uid != self._run_uid:
+            return "wrong_run"
+        if not 0 <= number < self._ledger.issued:
+            return "unknown_ticket" if header else "malformed"
+        if number in self._ready_groups or not self._ledger.is_open(number):
+            return "duplicate"
+        if not entry.ticket_entry:
+            return NOT_LEASED
+        if not self._ledger.confirm_identity(number, entry.identity):
+            return NOT_ASKED
+        if header is not None and header.failed and self._is_late(entry, header):
+            return LATE_FAILURE
+        is_sound = header is not None and not header.failed and header.fingerprint == self.fingerprint
+        return None if is_sound or not self.still_waits(number) else NOT_LEASED
+
+    def still_waits(self, number: int) -> bool:
+        """Whether our ticket is still in Redis, undelivered."""
+        found = (identity for waiting, identity in self._stream.waiting("train") if waiting == number)
+        return any(self._ledger.confirm_identity(number, identity) for identity in found)
+
+    def _is_late(self, entry: Entry, header: GroupHeader) -> bool:
+        """Whether this failure no longer matters.
+
+        Either it is of an earlier attempt that was counted already (also if Redis rolled back and handed that attempt
+        out again), or it predates this learner.
+        """
+        return header.attempt < self._ledger.attempts(entry.number) or self._failures.is_old(entry.id)
+
+
+class FailuresInRow:
+    """Stops the run when only failures arrive, which no single prompt can cause.
+
+    A reward that always raises, or an engine that refuses everything, would turn all data into dead letters, and the
+    run would end as if it had trained. Failures that were in the stream before this learner started do not count: the
+    cause may have been fixed since.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._count = limit, 0
+        self._newest_existing: str | None = None  # newest entry in the stream when this learner started
+        self.latest = ""  # the latest failure: prompt and error
+
+    def note_existing(self, entry_ids: Iterable[str]) -> None:
+        """Note the entries in the stream; only the first call counts."""
+        if self._newest_existing is None:
+            self._newest_existing = max(entry_ids, key=entry_order, default=START)
+
+    def is_old(self, entry_id: str) -> bool:
+        return self._newest_existing is not None and entry_order(entry_id) <= entry_order(self._newest_existing)
+
+    def sound(self) -> None:
+        """Note a group without a failure."""
+        self._count = 0
+
+    def failed(self, prompt: Prompt | None, *, error: str) -> None:
+        """Count a failure. `prompt` is None in a replay that does not know it."""
+        self._count += 1
+        self.latest = f"{self._describe(prompt)}: {error}"
+        if self._count >= self._limit:
+            raise TrainingError(
+                f"{self._count} groups in a row failed (training.max_failed_in_row). The latest, {self.latest}. "
+                "Fix the cause and start the run again: it resumes from its last checkpoint"
+            )
+
+    def check_trained(self, ledger: Ledger) -> None:
+        if ledger.outcomes[TRAINED]:
+            return
+        endings = [f"{count} dropped as {reason}" for reason, count in ledger.dropped()]
+        if num_dead := ledger.outcomes[DEAD]:
+            endings.append(f"{num_dead} failed for good (the latest, {self.latest})")
+        if ledger.outstanding:  # in a replay
+            endings.append(f"{ledger.outstanding} without an answer, or too few for a step")
+        raise TrainingError(
+            f"the data is used up and no step was made: of {ledger.issued} groups {'; '.join(endings)}. "
+            "`streamrl groups` shows answers and their rewards; fix the cause and start the run again"
+        )
+
+    @staticmethod
+    def _describe(prompt: Prompt | None) -> str:
+        if prompt is None:
+            return "a prompt"
+        text = prompt.text if len(prompt.text) <= _SHOWN_CHARS else f"{prompt.text[:_SHOWN_CHARS]}..."
+        return f"prompt {text!r} (line {prompt.line})"

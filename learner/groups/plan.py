@@ -1,11 +1,11 @@
-"""The groups in hand, and the plan of a step made from them: which groups are trained, and by which rank.
+"""Groups that are ready to be trained, and the plan of a step made from them: which groups, and by which rank.
 
 Rank 0 makes the plan, and all ranks follow it (`fetch`).
 
-In hand are groups that were read, have a sound header and are not resolved. `unread` holds entries that must be read
-again: a checkpoint's carry, and what was in hand when Redis failed. Groups are trained in their order of arrival, a
+Ready are groups that were read, have a sound header and are not resolved. `unread` holds entries that must be read
+again: a checkpoint's carry, and what was ready when Redis failed. Groups are trained in their order of arrival, a
 batch as soon as it is full. With `lag.stale: wait` timing bounds the lag instead: the most urgent go first, and a batch
-waits while some ticket that is not in hand would be too old if the step were made without it:
+waits while some ticket that is not ready would be too old if the step were made without it:
 
     a ticket begun with weights of step b is too old after step b + max_steps: its deadline
     tickets outside the batch, by deadline, fill the steps to come:       d_0 d_1 | d_2 d_3 | ...   a batch each
@@ -25,6 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from streamrl.learner.groups.backlog import Backlog
 from streamrl.learner.groups.lag import LagRule
 from streamrl.learner.groups.ledger import Ledger
 from streamrl.protocol.wire.group import GroupHeader
@@ -123,72 +124,82 @@ class ReadyGroup:
 class ReadyGroups:
     def __init__(self, *, ledger: Ledger, lag: LagRule, groups_per_step: int, carry: Sequence[str]) -> None:
         self._ledger, self._lag, self._groups_per_step = ledger, lag, groups_per_step
-        self._held: dict[int, ReadyGroup] = {}  # by ticket, in the stream's order
+        self._ready: dict[int, ReadyGroup] = {}  # by ticket, in the stream's order
         self._num_kept_bytes = 0
         self.unread = list(carry)  # entry ids
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._ready)
 
     def __contains__(self, ticket: object) -> bool:
-        return ticket in self._held
+        return ticket in self._ready
 
     def __iter__(self) -> Iterator[ReadyGroup]:
-        return iter(list(self._held.values()))
+        return iter(list(self._ready.values()))
 
-    def take(self, held: ReadyGroup) -> None:
-        num_bytes = len(held.body or b"")
+    def take(self, group: ReadyGroup) -> None:
+        num_bytes = len(group.body or b"")
         if self._num_kept_bytes + num_bytes > _MAX_KEPT_BYTES:
-            held, num_bytes = replace(held, body=None), 0
+            group, num_bytes = replace(group, body=None), 0
         self._num_kept_bytes += num_bytes
-        self._held[held.header.ticket] = held
+        self._ready[group.header.ticket] = group
 
     def remove(self, ticket: int) -> ReadyGroup:
-        held = self._held.pop(ticket)
-        self._num_kept_bytes -= len(held.body or b"")
-        return held
+        group = self._ready.pop(ticket)
+        self._num_kept_bytes -= len(group.body or b"")
+        return group
 
     def put_back(self) -> None:
         """Mark everything to be read again."""
         self.unread = self.all_ids()
-        self._held.clear()
+        self._ready.clear()
         self._num_kept_bytes = 0
 
     def all_ids(self) -> list[str]:
         """Entries that were read and are still needed."""
-        return [*(held.entry_id for held in self._held.values()), *self.unread]
+        return [*(group.entry_id for group in self._ready.values()), *self.unread]
 
     @property
     def num_read(self) -> int:
-        return len(self._held) + len(self.unread)
+        return len(self._ready) + len(self.unread)
 
     @property
     def lacking(self) -> int:
         """How many groups to read: what the batch lacks; with `lag.stale: wait`, all outstanding ones."""
         batches = self._lag.max_steps + 1 if self._lag.stale == "wait" else 1
-        return max(1, batches * self._groups_per_step - len(self._held))
+        return max(1, batches * self._groups_per_step - len(self._ready))
 
     def batch(self) -> list[ReadyGroup]:
         """What a step would train now, at most a full batch."""
-        groups = list(self._held.values())
+        groups = list(self._ready.values())
         if self._lag.stale == "wait":
-            groups.sort(key=lambda held: self._deadline(held.header.ticket))
+            groups.sort(key=lambda group: self._deadline(group.header.ticket))
         return groups[: self._groups_per_step]
 
     def awaited(self, step: int) -> int:
         """How many tickets a batch should wait for, because the remaining steps cannot fit them otherwise."""
         if self._lag.stale != "wait":
             return 0
-        in_batch = {held.header.ticket for held in self.batch()}
+        in_batch = {group.header.ticket for group in self.batch()}
         left = [number for number in self._ledger.open_tickets() if number not in in_batch]
         # Waiting does not help tickets past their deadline.
         urgent = sorted((d, number) for number in left if (d := self._deadline(number)) >= step)
         late = [at for at, (d, _) in enumerate(urgent) if d < step + 1 + at // self._groups_per_step]
-        # The last late ticket needs all those before it that are not in hand.
-        return sum(number not in self._held for _, number in urgent[: late[-1] + 1]) if late else 0
+        # The last late ticket needs all those before it that are not ready.
+        return sum(number not in self._ready for _, number in urgent[: late[-1] + 1]) if late else 0
 
     def _deadline(self, ticket: int) -> int:
         return self._ledger.first_weights_step(ticket) + self._lag.max_steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """What the learner keeps of its tickets and their groups: one set of books, which the feed's parts share."""
+
+    ledger: Ledger  # what became of each ticket
+    lag: LagRule  # which versions there are, and what is too old
+    ready_groups: ReadyGroups  # to be trained, or to be read again
+    backlog: Backlog  # bytes in Redis
 
 
 def balance(num_tokens: Sequence[int], world_size: int) -> list[int]:

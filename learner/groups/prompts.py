@@ -1,9 +1,9 @@
 """The run's prompts, tokenised once, and the data's order: which prompt each place stands for.
 
 Place p is place `p % n` of pass `p // n` over the data, whose n places follow from the seed, the datasets and their
-weights alone (`mixture`); which place a ticket's number stands for: `groups.ledger`. So any ticket can be reissued at
-any time. The fingerprint identifies the order; a checkpoint stores it, and a run whose fingerprint has changed must not
-resume.
+weights alone (`mixture`); which place a ticket's number stands for: `groups.numbering`. So any ticket can be reissued
+at any time. The fingerprint identifies the order; a checkpoint stores it, and a run whose fingerprint has changed must
+not resume.
 
 The tokenizer is passed in as `transformers` loaded it, so nothing here imports torch. Blocks on reading and tokenising
 the files, at the start only.

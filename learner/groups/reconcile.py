@@ -21,11 +21,11 @@ from msgspec.structs import replace
 from streamrl.config import schema
 from streamrl.crashpoints import crashpoint
 from streamrl.learner.groups.backlog import Inventory
-from streamrl.learner.groups.books import Books
 from streamrl.learner.groups.curriculum import PromptOrder
 from streamrl.learner.groups.dispatch import Dispatch
-from streamrl.learner.groups.gate import NOT_ASKED
+from streamrl.learner.groups.intake import NOT_ASKED
 from streamrl.learner.groups.numbering import Retries
+from streamrl.learner.groups.plan import Books
 from streamrl.learner.groups.tickets import Tickets
 from streamrl.protocol.transport.types import GroupStream
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -125,31 +126,43 @@ class ReplayStream:
         return read_group(file, place)
 
 
-def first_state(recording: Recording, versions: Iterable[tuple[int, int]], *, num_of_data: int) -> FeedState:
-    """The feed's initial state: every recorded ticket counts as issued.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedGroups:
+    """What a recording's groups tell of the run."""
 
-    Unanswered tickets among them end at once, counted as dropped; tickets beyond them are issued as in a live run but
-    get no answer. `versions` are the recorded run's, each with its step.
-    """
-    numbers = recording.numbers()
-    ledger = Ledger(LedgerState(issued=_num_issued(numbers, num_of_data)))
-    for number in [number for number in ledger.open_tickets() if number not in numbers]:
-        ledger.resolve(number, NOT_RECORDED, step=0)
-    return FeedState(ledger=ledger.state(), versions=tuple(versions), uncommitted=ledger.uncommitted)
+    numbers: Set[int]  # of the tickets that workers have answered, or failed to
+    answered: Set[int]  # those among them that were answered at last
+    versions: tuple[tuple[int, int], ...]  # (version, step) of every version that made a token, in order
 
 
-def versions_of(recording: Recording) -> list[tuple[int, int]]:
-    """(version, step) of every version that made a token, in order. Reads every group: DataError if one is damaged."""
+def survey_groups(recording: Recording) -> RecordedGroups:
+    """Read every group. DataError if one is damaged."""
     steps: dict[int, int] = {}
+    answered: set[int] = set()
     for entry in recording.entries():
         try:
             group = open_group(entry)
         except WireError:
-            continue  # the feed counts it
+            answered.add(entry.number)  # the feed counts it
+            continue
+        if not group.header.failed:
+            answered.add(entry.number)
         for sample in group.samples:
             for span in sample.spans:
                 steps.setdefault(span.version, span.step)
-    return sorted(steps.items())
+    return RecordedGroups(numbers=recording.numbers(), answered=answered, versions=tuple(sorted(steps.items())))
+
+
+def first_state(recorded: RecordedGroups, *, num_of_data: int) -> FeedState:
+    """The feed's initial state: every recorded ticket counts as issued.
+
+    Unanswered tickets among them end at once, counted as dropped, also those that only failed: a replay ignores
+    failures, which came before it. Tickets beyond them are issued as in a live run but get no answer.
+    """
+    ledger = Ledger(LedgerState(issued=_num_issued(recorded.numbers, num_of_data)))
+    for number in [number for number in ledger.open_tickets() if number not in recorded.answered]:
+        ledger.resolve(number, NOT_RECORDED, step=0)
+    return FeedState(ledger=ledger.state(), versions=recorded.versions, uncommitted=ledger.uncommitted)
 
 
 def _num_issued(numbers: Iterable[int], num_of_data: int) -> int:

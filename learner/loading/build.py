@@ -10,8 +10,9 @@ same bits. Blocks on the disk, and on the hub if the model is not here yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import structlog
 import torch
@@ -22,7 +23,7 @@ from torch import nn
 from streamrl.config.routers import keep_biases
 from streamrl.errors import DataError, ResourceError
 from streamrl.host import available_memory
-from streamrl.learner.loading.converted import Unlike, sources_of
+from streamrl.learner.loading.converted import UNPACKED, Unlike, quantised_as, sources_of
 from streamrl.learner.loading.sources import Files, Sources, read_rows
 from streamrl.learner.packing.attention import MASKED
 from streamrl.learner.packing.ways import attention_of
@@ -32,6 +33,7 @@ from streamrl.terminal import size
 # What transformers raises for a model that is incomplete, unknown, or needs a package that is not installed.
 _UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, SafetensorError)
 _LOADED = "be loaded as a causal language model"
+_HEAD = "lm_head.weight"
 
 log = structlog.get_logger(__name__)
 
@@ -72,12 +74,11 @@ def refuse_whole(
 
 def build_model(path: str, attention: str) -> transformers.PreTrainedModel:
     """The model with parameters on `meta`, and computed buffers on the host."""
-    with usable(path, _LOADED, _UNLOADABLE):
-        config = transformers.AutoConfig.from_pretrained(path, **_no_dropout(path))
-        with torch.device("meta"):
-            model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention_of(config, attention)
-            )
+    config = _to_train(path)
+    with usable(path, _LOADED, _UNLOADABLE), torch.device("meta"):
+        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=attention_of(config, attention)
+        )
     keep_biases(model)
     _move_buffers(model, lambda buffer: torch.empty_like(buffer, device="cpu"))
     model.initialize_weights()  # only of what has memory by now
@@ -94,25 +95,68 @@ def _move_buffers(model: nn.Module, move: Callable[[torch.Tensor], torch.Tensor]
 
 def load_model(path: str, *, attention: str = MASKED) -> transformers.PreTrainedModel:
     """The whole model, on the host, in fp32."""
+    config = _to_train(path)
     with usable(path, _LOADED, _UNLOADABLE):
-        attention = attention_of(transformers.AutoConfig.from_pretrained(path), attention)
-        model: transformers.PreTrainedModel = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation=attention, **_no_dropout(path)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=torch.float32,
+            attn_implementation=attention_of(config, attention),
+            output_loading_info=True,
         )
+    model: transformers.PreTrainedModel = loaded[0]
+    _refuse_incomplete(model, path, loaded[1]["missing_keys"])
     keep_biases(model)
     return model
 
 
-def _no_dropout(path: str) -> dict[str, float]:
-    """Turn off dropout and other training noise, which would make pi differ from what the engine sampled from."""
+def _refuse_incomplete(model: transformers.PreTrainedModel, path: str, missing: Set[str]) -> None:
+    """Raise DataError for what transformers only warns about: it draws missing parameters at random, and unties a head
+    from the embedding if the files hold both. `missing`: what the files lack, and nothing is tied to."""
+    lacking = missing & {name for name, _ in model.named_parameters(remove_duplicate=False)}  # buffers are computed
+    if lacking == {_HEAD}:
+        raise DataError(
+            f"model.path {path!r}: its files hold no {_HEAD}; if its embedding is its head, set tie_word_embeddings: "
+            "true in its config.json"
+        )
+    if lacking:
+        raise DataError(
+            f"model.path {path!r}: its files hold no {min(lacking)}, and lack {len(lacking)} parameters in all; write "
+            "them again, under the names that transformers' save_pretrained gives them"
+        )
+    untied = model.get_expanded_tied_weights_keys(all_submodels=True).keys() - model.all_tied_weights_keys.keys()
+    if untied:
+        raise DataError(
+            f"model.path {path!r}: its files hold {min(untied)}, which its config.json ties to another parameter; set "
+            "tie_word_embeddings: false there"
+        )
+
+
+def _to_train(path: str) -> transformers.PretrainedConfig:
+    """The model's configuration, without dropout and other training noise, which would make pi differ from what the
+    engine sampled from; DataError if its weights are quantised in a way that is not undone here."""
+    config = _read(path)
+    if (method := quantised_as(config)) not in (None, UNPACKED):
+        raise DataError(
+            f"model.path {path!r} is quantised ({method}), which is not undone here: use the release of the model in "
+            "bfloat16, from which it was made"
+        )
     marks = ("dropout", "pdrop", "layerdrop", "dropout_prob", "jitter_noise")
-    settings = read_config(path).to_dict()
-    return {name: 0.0 for name, value in settings.items() if isinstance(value, float) and name.endswith(marks)}
+    text = config.get_text_config()
+    for name, value in text.to_dict().items():
+        if isinstance(value, float) and name.endswith(marks):
+            setattr(text, name, 0.0)
+    return config
 
 
 def read_config(path: str) -> transformers.PretrainedConfig:
+    text: transformers.PretrainedConfig = _read(path).get_text_config()
+    return text
+
+
+def _read(path: str) -> transformers.PretrainedConfig:
     with usable(path, "be read", (OSError, ValueError)):
-        config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(path).get_text_config()
+        config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(path)
     return config
 
 

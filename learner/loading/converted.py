@@ -37,7 +37,7 @@ from transformers.utils.hub import cached_file
 from streamrl.learner.loading.sources import Cut, Joined, Source, Sources, Stacked, Stored, Unpacked
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")  # plain dtypes, which can be cast to the parameter's
-_PACKED = "mxfp4"  # the only quantisation that is undone here
+UNPACKED = "mxfp4"  # the only quantisation that is undone here
 
 _Held = dict[str, list[Source]]  # pattern -> sources, as passed between transformers' conversion operations
 
@@ -100,14 +100,20 @@ def _made(model: transformers.PreTrainedModel, stored: Mapping[str, Stored]) -> 
     return dict(one for name, made in targets.items() for one in _converted(name, made, model))
 
 
+def quantised_as(config: transformers.PretrainedConfig) -> str | None:
+    """The method by which a model's weights are quantised, as its configuration names it; None if they are not."""
+    settings = getattr(config, "quantization_config", None)
+    settings = settings or getattr(config.get_text_config(), "quantization_config", None)
+    if not settings:
+        return None
+    method = settings.get("quant_method", "bitsandbytes") if isinstance(settings, dict) else settings.quant_method
+    return str(getattr(method, "value", method))
+
+
 def _unpacking(config: transformers.PretrainedConfig) -> Sequence[WeightConverter]:
-    """Converters for a quantised model; Unlike if only transformers can dequantise it."""
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is None:
+    """Converters for a quantised model."""
+    if quantised_as(config) is None:
         return ()
-    method = quantization["quant_method"] if isinstance(quantization, dict) else quantization.quant_method
-    if method != _PACKED:
-        raise Unlike(f"its files are quantised as {method}")
     return [
         WeightConverter([f"{name}_blocks", f"{name}_scales"], f"{name}$", [Mxfp4Dequantize(None)])
         for name in ("down_proj", "gate_up_proj")

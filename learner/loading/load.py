@@ -30,7 +30,7 @@ from streamrl.learner.model.settle import settle
 from streamrl.learner.moe.routers import prepare_mixture
 from streamrl.learner.packing.attention import MASKED, choose
 from streamrl.learner.packing.ways import refuse_long
-from streamrl.learner.parallel.context import Parts
+from streamrl.learner.parallel.context import ContextSplit
 from streamrl.learner.parallel.dtensors import empty_like
 from streamrl.learner.parallel.fsdp import gathered_in_half, shard, unfilled
 from streamrl.learner.parallel.tensor import refuse_tensor
@@ -201,7 +201,7 @@ def make_policy(
     dtype = getattr(torch, config.model.dtype)
     head = Head(temperature=config.sampling.temperature, end_ids=end_ids, compute_dtype=dtype)
     policy = Policy(model, head=head, min_tokens=config.sampling.min_tokens, dtype=dtype)
-    parts = Parts.among(world)
-    if parts is not None:
-        policy.share_out(parts)
+    split = ContextSplit.among(world)
+    if split is not None:
+        policy.share_out(split)
     return policy

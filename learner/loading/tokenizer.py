@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import transformers
 
 from streamrl.encoding import FROM_FILES, refuse_lone_tekken
-from streamrl.errors import DataError
 from streamrl.learner.loading.build import read_config, usable
-from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
+from streamrl.protocol.wire.fingerprint import identity_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +31,8 @@ def read_tokenizer_info(path: str) -> TokenizerInfo:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, **FROM_FILES)
     refuse_lone_tekken(tokenizer, path)
     try:
-        generation_eos = transformers.GenerationConfig.from_pretrained(path).eos_token_id
+        generation = transformers.GenerationConfig.from_pretrained(path)
     except OSError:  # optional
-        generation_eos = config.eos_token_id
-    ends = stop_ids(tokenizer_eos=tokenizer.eos_token_id, generation_eos=generation_eos)
-    if not ends:
-        raise DataError(f"model.path {path!r} has no end token, so no response could ever end by itself")
-    return TokenizerInfo(
-        tokenizer=tokenizer,
-        end_ids=ends,
-        vocabulary=config.vocab_size,
-        fingerprint=fingerprint(vocab=tokenizer.get_vocab(), stop_ids=ends, vocab_size=config.vocab_size),
-    )
+        generation = None
+    ends, fingerprint = identity_of(tokenizer, config, generation, model=f"model.path {path!r}")
+    return TokenizerInfo(tokenizer=tokenizer, end_ids=ends, vocabulary=config.vocab_size, fingerprint=fingerprint)

@@ -57,18 +57,25 @@ class ExporterDouble:
 
 
 class TensorBoard:
-    """Event files in the run's folder, flushed at each step."""
+    """Event files in the run's folder, flushed at each step.
+
+    After a crash steps are made again: TensorBoard drops what the files before have of the first one and later.
+    """
 
     def __init__(self, settings: schema.Config, module: Any) -> None:
-        self._writer = module.SummaryWriter(str(settings.folder / "tensorboard"))
+        self._begin = partial(module.SummaryWriter, str(settings.folder / "tensorboard"))
+        self._writer: Any = None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            self._writer = self._begin(purge_step=step)
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self, *, failed: bool) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightsAndBiases:

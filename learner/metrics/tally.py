@@ -23,7 +23,7 @@ from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group
 from streamrl.protocol.wire.sample import Sample
 from streamrl.recipe.algorithms import num_alike
-from streamrl.recipe.losses import Metric, TokenBatch, ratios
+from streamrl.recipe.losses import MAX_LOG, Metric, TokenBatch, k3, ratios
 from streamrl.recipe.names import source_of
 from streamrl.telemetry.metrics import OF_LOSS
 
@@ -65,8 +65,6 @@ _OF_TOKENS: Final = (
 )
 _KNOWN_OF_LOSS: Final = {"clipped": "policy/clipped_fraction", "masked": "policy/masked_fraction"}
 _PEAKS: Final = ("lag", "negative_lag", "ratio")
-
-_MAX_LOG = 20.0
 
 IsDead = Callable[[int, int], bool]  # (version, its step) -> whether it is of an abandoned lineage
 
@@ -133,7 +131,7 @@ class Tally:
         found = {
             "policy/entropy": entropy.sum(),
             "policy/mismatch_kl": difference.sum(),
-            "policy/token_mult_prob_error": difference.clamp(-_MAX_LOG, _MAX_LOG).abs().exp().sum(),
+            "policy/token_mult_prob_error": difference.clamp(-MAX_LOG, MAX_LOG).abs().exp().sum(),
             "policy/ratio_mean": ratio.sum(),
             "ratio_squared": (ratio**2).sum(),
         }
@@ -205,8 +203,11 @@ class Tally:
             if source_of(name) in self._sources:
                 total, squares, count = self._scored.get(name, (0.0, 0.0, 0.0))
                 self._scored[name] = [total + reward, squares + reward * reward, count + 1]
+        trained = sample.loss_mask()
         for span in sample.spans:
-            lag, num_tokens = max(0, self._step - span.step), span.end - span.start
+            lag, num_tokens = max(0, self._step - span.step), int(trained[span.start : span.end].sum())
+            if num_tokens == 0:  # too old for a loss, or not this model's
+                continue
             self._add("lag", lag * num_tokens)
             self._add("lag_tokens", num_tokens)
             self._add("dead_tokens", num_tokens * self._is_dead(span.version, span.step))
@@ -231,11 +232,10 @@ def _of_fresh(difference: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.
     Uses `where` instead of indexing, whose result size would force a GPU sync.
     """
     zero = torch.zeros_like(difference)
-    k3 = (-difference).clamp(max=_MAX_LOG).exp() - 1 + difference
     return {
         "fresh_tokens": fresh.sum(),
         "fresh_mismatch": torch.where(fresh, difference.abs(), zero).sum(),
-        "fresh_mismatch_kl": torch.where(fresh, k3, zero).sum(),
+        "fresh_mismatch_kl": torch.where(fresh, k3(difference, zero), zero).sum(),
     }
 
 

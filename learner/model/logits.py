@@ -1,4 +1,4 @@
-"""What a chunk of logits comes down to, and their gradient: the passes over [tokens, vocabulary] of `logprobs`.
+"""Reductions over a chunk of logits [tokens, vocabulary], and their gradient, for `logprobs`.
 
     in place     operations on fp32 copies, each of which reads and writes the whole chunk; least memory
     compiled     the same as two functions for torch's compiler: the projection's output is read twice on the way there,
@@ -78,7 +78,9 @@ class Passes(Protocol):
 
 
 def passes_on(device: torch.device) -> Passes:
-    return compiled() or InPlace() if device.type == "cuda" else InPlace()
+    if device.type != "cuda":
+        return InPlace()
+    return compiled() or InPlace()
 
 
 class InPlace:
@@ -116,7 +118,10 @@ class InPlace:
 
 
 class Functions:
-    """The same as two functions that a compiler makes few kernels of. `compiler`: torch.compile, or nothing."""
+    """The same reductions as two functions that torch.compile fuses into few kernels.
+
+    `compiler`: torch.compile, or the identity.
+    """
 
     def __init__(self, compiler: Callable[..., Any] = lambda function: function) -> None:
         self._reduce, self._gradient = compiler(_reduced), compiler(_gradient)
@@ -130,7 +135,7 @@ class Functions:
 
 
 class OrInPlace:
-    """Others' passes, until they cannot be compiled, which raises `failure`: from then on those in place."""
+    """Runs `passes`; once they raise `failure` (they cannot be compiled), runs `InPlace` for good."""
 
     def __init__(self, passes: Passes, failure: type[Exception]) -> None:
         self._passes, self._failure = passes, failure

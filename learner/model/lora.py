@@ -6,6 +6,7 @@ to import and most runs need none of it, so it is imported only if adapters are 
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from torch.utils import swap_tensors
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.packing.ways import decoder_of
 from streamrl.learner.parallel.dtensors import held_rows, whole
 from streamrl.protocol.weights.adapters import Adapter
 
@@ -58,7 +60,7 @@ def place_adapters(model: transformers.PreTrainedModel, settings: schema.Lora) -
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft corrects this by itself
-            peft.inject_adapter_in_model(_as_peft_says(settings), model, adapter_name=_ADAPTER)
+            peft.inject_adapter_in_model(_as_peft_says(settings, model), model, adapter_name=_ADAPTER)
     except ValueError as error:
         targets = ", ".join(settings.targets)
         if any(name.endswith(settings.targets) for name, _ in model.named_modules()):
@@ -79,15 +81,24 @@ def place_adapters(model: transformers.PreTrainedModel, settings: schema.Lora) -
     return adapted
 
 
-def _as_peft_says(settings: schema.Lora, *, base: str | None = None) -> peft.LoraConfig:
+def _as_peft_says(
+    settings: schema.Lora, model: transformers.PreTrainedModel, *, base: str | None = None
+) -> peft.LoraConfig:
     """The settings as a peft configuration. `base`: the model path that saved adapters belong to."""
     import peft
+
+    exclude = None
+    if model.config.get_text_config() is not model.config:  # what reads images has layers of the same names
+        decoder = decoder_of(model)
+        [name] = [name for name, module in model.named_modules() if module is decoder]
+        exclude = rf"(?!{re.escape(name)}\.).*" if name else None
 
     return peft.LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a factor: peft accepts any number, but is typed int
         lora_dropout=settings.dropout,
         target_modules=list(settings.targets),
+        exclude_modules=exclude,
         bias="none",
         base_model_name_or_path=base,
         task_type=None if base is None else "CAUSAL_LM",
@@ -201,9 +212,16 @@ def _halves(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high, values - high
 
 
-def save_adapters(weights: Mapping[str, torch.Tensor], settings: schema.Lora, folder: Path, *, base: str) -> None:
+def save_adapters(
+    weights: Mapping[str, torch.Tensor],
+    settings: schema.Lora,
+    folder: Path,
+    *,
+    model: transformers.PreTrainedModel,
+    base: str,
+) -> None:
     """Save adapters so that peft loads them onto the base: `PeftModel.from_pretrained(model, folder)`."""
-    _as_peft_says(settings, base=base).save_pretrained(str(folder))
+    _as_peft_says(settings, model, base=base).save_pretrained(str(folder))
     safetensors.torch.save_file(dict(weights), folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -7,9 +7,10 @@ computed inside it. `plain` returns the bare model's output for one sequence, un
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,15 +18,14 @@ import transformers
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from streamrl.learner.model.flops import Flops
 from streamrl.learner.model.logits import Head
 from streamrl.learner.model.logprobs import LogProbs, given_logprobs, project, token_logprobs
 from streamrl.learner.moe.routing_replay import RoutingReplay
 from streamrl.learner.packing.attention import EAGER, VARLEN
-from streamrl.learner.packing.micro_batches import MicroBatch, Shape, additive
+from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape, additive
 from streamrl.learner.packing.ways import Way, decoder_of, layer_types, ways_of
-from streamrl.learner.parallel.context import Parts
-from streamrl.learner.parallel.experts import use_our_experts
+from streamrl.learner.parallel.context import ContextSplit
+from streamrl.learner.parallel.experts import active_shares, use_our_experts
 from streamrl.learner.parallel.sums import TokenShare
 from streamrl.learner.parallel.tensor import sharers_of
 from streamrl.protocol.wire.routes import RouteShape
@@ -49,17 +49,17 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.head, self._min_tokens, self._dtype = head, min_tokens, dtype
-        self.effort = Flops.of(model)  # before anything is sharded
+        self.flops = Flops.of(model)  # before anything is sharded
         self.replay: RoutingReplay | None = None  # set if expert routes are replayed
         if dtype == torch.float64:
             use_our_experts(model)
         self.ways = ways_of(model)  # before one of them is taken
-        self.parts: Parts | None = None
+        self.split: ContextSplit | None = None
         self.take(self.ways[0], head)
 
-    def share_out(self, parts: Parts) -> None:
+    def share_out(self, split: ContextSplit) -> None:
         """Split each row over the context group's ranks from now on; ConfigError if the model cannot be split."""
-        self.parts, self.ways = parts, parts.ways(self.model, self.ways)
+        self.split, self.ways = split, split.ways(self.model, self.ways)
         self.take(self.way if self.way in self.ways else self.ways[0], self.head)
 
     @property
@@ -72,8 +72,8 @@ class Policy(nn.Module):
         self.way, self.head = way, head
         config = self.model.config.get_text_config()
         attention = way.attention
-        if self.parts is not None and way.layout != "rows":  # whole rows are used only by `plain`
-            attention = self.parts.known_as(attention)
+        if self.split is not None and way.layout != "rows":  # whole rows are used only by `plain`
+            attention = self.split.known_as(attention)
         if self.model.config._attn_implementation != attention:
             self.model.set_attn_implementation(attention)
         self._varlen = way.attention == VARLEN
@@ -83,8 +83,8 @@ class Policy(nn.Module):
             padded=not self._varlen,
             alone=way.layout == "rows",
             max_cells=max(1, _MOST_LOGITS // config.vocab_size) if way.own_logits else None,
-            parts=1 if self.parts is None else self.parts.of,
-            part=0 if self.parts is None else self.parts.at,
+            parts=1 if self.split is None else self.split.of,
+            part=0 if self.split is None else self.split.at,
         )
 
     def forward(self, batch: MicroBatch, *, raw: bool = False, entropy_learns: bool = False) -> LogProbs:
@@ -96,7 +96,7 @@ class Policy(nn.Module):
         dtype, head, min_tokens = (
             (torch.float32, self.head.plain(), 0) if raw else (self._dtype, self.head, self._min_tokens)
         )
-        own_part = batch if self.parts is None else self.parts.cut(batch)
+        own_part = batch if self.split is None else self.split.cut(batch)
         early = own_part.in_turn < min_tokens
         projection = self.model.get_output_embeddings()
         # Parameters that FSDP gathered in bf16 need no casts; a cast cache would hold them all until the end of the
@@ -116,7 +116,7 @@ class Policy(nn.Module):
             of_own = (own_part.targets[share.own_tokens], early[share.own_tokens])
             own_logprobs = token_logprobs(share.taken(hidden), projection.weight, *of_own, head, bias, entropy_learns)
             found = LogProbs(*share.gathered(*own_logprobs))
-        return found if self.parts is None else LogProbs(*self.parts.joined(batch, *found))
+        return found if self.split is None else LogProbs(*self.split.joined(batch, *found))
 
     def _hidden(self, own_part: MicroBatch, batch: MicroBatch) -> torch.Tensor:  # [T, H]
         """`own_part`: the part of the micro-batch that this rank computes."""
@@ -176,6 +176,57 @@ class Policy(nn.Module):
         ours = project(seen[0], weight, bias, replace(head.plain(), compute_dtype=weight.dtype))
         largest = theirs.abs().max()
         return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= _HEAD_TOLERANCE * largest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """A model's useful FLOPs, forward and backward pass together, to estimate how much of the machine's peak they use.
+
+        a token through the layers    (4 N + 2 N_trained)                  forward, back to inputs, to trained weights
+        a trained token at the head   (4 V H + 2 V H if the head trains)
+        a token that attends to c     12 * layers * heads * head_dim * c
+
+    N counts the elements of the layers' matrices: all but embeddings and head, and of a layer's experts those that a
+    token is routed to. A prompt counts once for its group, and recomputation to save memory does not count, so this is
+    less than what the machine really does.
+    """
+
+    layers: float  # per token
+    head: float  # per trained token
+    attended: float  # per pair of a token and an earlier one that it attends to
+
+    @classmethod
+    def of(cls, model: transformers.PreTrainedModel) -> Flops:
+        config = model.config.get_text_config()
+        projection = model.get_output_embeddings()
+        head = next(model.parameters()).new_empty(0) if projection is None else projection.weight
+        lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} | {id(head)}
+        matrices = [p for p in decoder_of(model).parameters() if p.ndim >= 2 and id(p) not in lookups]
+        shares = active_shares(model)
+        size = sum(shares.get(p, 1.0) * p.numel() for p in matrices)
+        trained = sum(shares.get(p, 1.0) * p.numel() for p in matrices if p.requires_grad)
+        heads = getattr(config, "num_attention_heads", None) or 0  # none: no attention
+        head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+        return cls(
+            layers=4 * size + 2 * trained,
+            head=(4 + 2 * head.requires_grad) * head.numel(),
+            attended=12 * config.num_hidden_layers * heads * head_dim,
+        )
+
+    def of_pass(self, pieces: Iterable[Piece]) -> float:
+        flops = 0.0
+        seen: set[int] = set()
+        for piece in pieces:
+            prompt = len(piece.prompt_ids)
+            if piece.group not in seen:
+                seen.add(piece.group)
+                flops += self.layers * prompt + self.attended * prompt * (prompt + 1) / 2
+            flops += self.head * int(piece.mask.sum())
+            starts = [0, *(branch.start for branch in piece.branches), len(piece.token_ids)]
+            for before, (start, end) in zip((prompt, *(b.keep for b in piece.branches)), pairwise(starts), strict=True):
+                own = max(0, end - start - 1)
+                flops += self.layers * own + self.attended * (before * own + own * (own + 1) / 2)
+        return flops
 
 
 def _last(out: Any) -> torch.Tensor:

@@ -47,9 +47,16 @@ def settle(policy: Policy, world: World, *, wished: str = MASKED) -> None:
         trial = _Trial(policy, world)
         head = trial.find_head()
         ways = [way for way in policy.ways if head is not None or way.own_logits]
-        taken = next((way for way in ways if trial.is_right(way, head or policy.head)), None)
-        if taken is None and policy.parts is not None:
-            raise policy.parts.refusal(policy.model, "its log-probs change")
+        taken, errors = None, []
+        for way in ways:
+            if trial.is_right(way, head or policy.head):
+                taken = way
+                break
+            errors.append(trial.error)  # "" where it computed other log-probs
+        if taken is None and policy.split is not None:
+            raise policy.split.refusal(policy.model, "its log-probs change")
+        if taken is None and errors and all(errors):
+            raise trial.refusal(f"its log-probs cannot be computed ({errors[-1]})")
         if taken is None:
             raise trial.refusal(
                 "its log-probs of a sequence depend on what comes after it; model.path must be a causal language model"
@@ -86,13 +93,14 @@ class _Trial:
     """Compares one model's results for a few sequences, two of which share a prompt, with ours."""
 
     def __init__(self, policy: Policy, world: World) -> None:
-        self._policy, self._world, self._error = policy, world, ""
+        self._policy, self._world = policy, world
+        self.error = ""  # which the model raised here when it was last called, if it did
         self._pieces = _pieces(policy.model.config.get_text_config().vocab_size)
         self._device = world.device
         self._truth: dict[bool, list[Seen]] = {}
         for narrow in (False, True) if has_window(policy.model.config) else (False,):
             if not self._all_ranks(partial(self._run_plain, narrow)):
-                raise self.refusal(f"it cannot compute logits from token ids alone ({self._error})")
+                raise self.refusal(f"it cannot compute logits from token ids alone ({self.error})")
 
     def refusal(self, why: str) -> DataError:
         model = self._policy.model
@@ -132,8 +140,8 @@ class _Trial:
                 finite &= bool(policy(on_device).logp.isfinite().all())  # low-precision kernels may support less
                 with policy.watching() as passes:
                     logp = policy(on_device, raw=True).logp
-                parts = policy.parts
-                hidden = (passes[0] if parts is None else parts.joined_rows(passes[0])).flatten(0, 1)
+                split = policy.split
+                hidden = (passes[0] if split is None else split.joined_rows(passes[0])).flatten(0, 1)
                 for sample in batch.sample.unique().tolist():
                     own = on_device.sample == sample
                     found[sample] = Seen(
@@ -143,13 +151,14 @@ class _Trial:
 
     def _all_ranks(self, holds: Callable[[], bool]) -> bool:
         """Whether `holds` on all ranks; an exception from the model counts as no. A collective."""
+        self.error = ""
         try:
             holds_here = holds()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 - models raise arbitrary exceptions
-            self._error, holds_here = repr(error).splitlines()[0], False
-            log.info("a way of calling the model failed", way=str(self._policy.way), error=self._error)
+            self.error, holds_here = repr(error).splitlines()[0], False
+            log.info("a way of calling the model failed", way=str(self._policy.way), error=self.error)
             for module in self._policy.modules():
                 if isinstance(module, FSDPModule):
                     module.reshard()

@@ -31,7 +31,7 @@ from streamrl.config import schema
 from streamrl.config.routers import ROUTERS, find_routers
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.packing.micro_batches import NO_TOKEN, MicroBatch
-from streamrl.learner.parallel.context import Parts
+from streamrl.learner.parallel.context import ContextSplit
 from streamrl.protocol.wire.routes import RouteShape
 
 
@@ -39,11 +39,11 @@ class RoutingReplay:
     """Hooks on a model's routers; UserError if it has no known ones."""
 
     def __init__(
-        self, model: transformers.PreTrainedModel, config: schema.Config, *, parts: Parts | None = None
+        self, model: transformers.PreTrainedModel, config: schema.Config, *, split: ContextSplit | None = None
     ) -> None:
-        """`parts`: the split of rows over ranks; None: rows are whole."""
+        """`split`: of rows over ranks; None: rows are whole."""
         routers = find_routers(model, config)
-        self._parts = parts
+        self._split = split
         self.shape: RouteShape = routers.shape
         self.mode = config.algorithm.routing_replay
         self._is_token = torch.zeros(0, dtype=torch.bool)  # [rows, length] in the current pass
@@ -86,7 +86,7 @@ class RoutingReplay:
             found[:, layer] = chosen.to(torch.int16)
         found[~self._is_token.flatten()] = NO_TOKEN
         found = found.view(*self._is_token.shape, *self.shape[:2]).cpu()
-        return found if self._parts is None else self._parts.spread(found)
+        return found if self._split is None else self._split.spread(found)
 
     def _hook(self, layer: int) -> Any:
         def replay(router: nn.Module, _args: Any, out: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:

@@ -29,9 +29,8 @@ from streamrl.config import schema
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.logprobs import LogProbs
 from streamrl.learner.model.policy import Policy
-from streamrl.learner.objective.reference import Reference
+from streamrl.learner.objective.frozen import FrozenLogprobs, Teacher
 from streamrl.learner.objective.router_losses import RouterTerms
-from streamrl.learner.objective.teacher import Teacher
 from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape
 from streamrl.learner.packing.pack import empty_micro_batch, pack
 from streamrl.learner.parallel.fsdp import let_replicas_add_up
@@ -71,7 +70,7 @@ class Gradients:
         self,
         *,
         policy: Policy,
-        reference: Reference | None,  # used only if the algorithm needs it
+        reference: FrozenLogprobs | None,  # used only if the algorithm needs it
         algorithm: Algorithm,
         config: schema.Config,
         world: World,
@@ -113,7 +112,7 @@ class Gradients:
             fresh=fresh.to(self._world.device),
             num_trained=num_trained,
             num_tokens=sum(piece.num_tokens for piece in pieces),
-            flops=self._policy.effort.on(pieces),
+            flops=self._policy.flops.of_pass(pieces),
         )
 
     def accumulate(self, batch: Batch, tally: Tally) -> float:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from streamrl.config import schema
-from streamrl.learner.parallel.dtensors import is_copy
+from streamrl.learner.parallel.dtensors import is_copy, local
 from streamrl.learner.process.ranks import World
 
 
@@ -84,7 +84,7 @@ class Update:
 def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_norm: float, world: World) -> Update:
     """Make one step from the parameters' gradients, then clear them. `loss` is this rank's share."""
     own = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    gradients = [_local(gradient) for gradient in own]
+    gradients = [local(gradient) for gradient in own]
     [squares] = world.total(np.array([_squares(own)]))
     [total_loss] = world.total_of_data(np.array([loss]))
     norm = math.sqrt(squares) if squares >= 0 else math.nan
@@ -101,11 +101,7 @@ def update(optimizer: torch.optim.Optimizer, *, loss: float, lr: float, clip_nor
 
 def _squares(gradients: Sequence[torch.Tensor]) -> float:
     """This rank's share of the squared norm; a replica's copies add nothing, but NaN if they are not finite."""
-    counted = [_local(gradient) for gradient in gradients if not is_copy(gradient)]
-    copies = [_local(gradient) for gradient in gradients if is_copy(gradient)]
+    counted = [local(gradient) for gradient in gradients if not is_copy(gradient)]
+    copies = [local(gradient) for gradient in gradients if is_copy(gradient)]
     squares, of_copies = (float(torch.nn.utils.get_total_norm(some).double() ** 2) for some in (counted, copies))
     return squares if math.isfinite(of_copies) else math.nan
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

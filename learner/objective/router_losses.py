@@ -84,7 +84,7 @@ class RouterTerms:
 
     def _index(self, batch: MicroBatch) -> torch.Tensor:
         """[T] this rank's cells that predict trained tokens."""
-        return batch.index if self._policy.parts is None else self._policy.parts.cut(batch).index
+        return batch.index if self._policy.split is None else self._policy.split.cut(batch).index
 
     @torch.no_grad()
     def add_metrics(self, batch: MicroBatch, tally: Tally) -> None:

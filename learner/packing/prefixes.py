@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-Cells = npt.NDArray[np.int64]
+Indices = npt.NDArray[np.int64]
 
 _AT_ONCE = 1024  # an H100 with sequences of 5,000 cells and prompts of 256 spent twice as long in the backward pass
 
@@ -248,7 +248,7 @@ def each_with_its_prompt(
     return torch.cat(attended)
 
 
-def prefixes_of(starts: Cells, positions: Cells, *, at_least: int = _AT_ONCE) -> Prefixes | None:
+def prefixes_of(starts: Indices, positions: Indices, *, at_least: int = _AT_ONCE) -> Prefixes | None:
     """Build the prefixes of one row. A stretch that begins at position 0 is a prompt or a whole sequence; any other
     continues the last such stretch before it.
 
@@ -278,14 +278,14 @@ def prefixes_of(starts: Cells, positions: Cells, *, at_least: int = _AT_ONCE) ->
     )
 
 
-def _divided(size: int, *, at_least: int) -> Cells:
+def _divided(size: int, *, at_least: int) -> Indices:
     """Parts of nearly equal size, none much smaller than `at_least`."""
     return np.diff(np.linspace(0, size, max(1, size // at_least) + 1).astype(np.int64))
 
 
-def _cells(begins: Cells, lengths: Cells) -> torch.Tensor:
+def _cells(begins: Indices, lengths: Indices) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([np.arange(at, at + n) for at, n in zip(begins, lengths, strict=True)]))
 
 
-def _ends(lengths: Cells) -> torch.Tensor:
+def _ends(lengths: Indices) -> torch.Tensor:
     return torch.from_numpy(np.append(0, np.cumsum(lengths)).astype(np.int32))

@@ -49,20 +49,25 @@ Kernel = Callable[..., tuple[torch.Tensor, Any]]  # transformers' signature of a
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """This rank's place in its context group, whose ranks share rows."""
+class Sharers:
+    """This rank's place among ranks that share rows (here) or layers (`tensor`)."""
 
     at: int
     of: int
     group: dist.ProcessGroup
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextSplit(Sharers):
+    """How the ranks of this rank's context group split rows."""
+
     @staticmethod
-    def among(world: World) -> Parts | None:
-        """This rank's Parts, or None if each rank has its own rows."""
+    def among(world: World) -> ContextSplit | None:
+        """None if each rank has its own rows."""
         if world.context_group is None:
             return None
         size = world.layout.context
-        return Parts(at=world.rank // world.layout.tensor % size, of=size, group=world.context_group)
+        return ContextSplit(at=world.rank // world.layout.tensor % size, of=size, group=world.context_group)
 
     def ways(self, model: transformers.PreTrainedModel, known: Sequence[Way]) -> list[Way]:
         """The known ways that can be split over ranks; ConfigError if there are none."""
@@ -215,29 +220,29 @@ def joined(
     return whole
 
 
-def swap(parts: Parts, *tensors: torch.Tensor, cut: int, join: int) -> Sequence[torch.Tensor]:
+def swap(sharers: Sharers, *tensors: torch.Tensor, cut: int, join: int) -> Sequence[torch.Tensor]:
     """Cut each tensor along `cut`, one part per rank, exchange the parts, and join them along `join`."""
-    found: Sequence[torch.Tensor] = _Swap.apply(parts, cut, join, *tensors)  # type: ignore[no-untyped-call]
+    found: Sequence[torch.Tensor] = _Swap.apply(sharers, cut, join, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, parts: Parts, cut: int, join: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.parts, ctx.cut, ctx.join = parts, cut, join
-        return _exchange(parts, tensors, cut=cut, join=join)
+    def forward(ctx: Any, sharers: Sharers, cut: int, join: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.sharers, ctx.cut, ctx.join = sharers, cut, join
+        return _exchange(sharers, tensors, cut=cut, join=join)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, None, None, *_exchange(ctx.parts, grads, cut=ctx.join, join=ctx.cut)
+        return None, None, None, *_exchange(ctx.sharers, grads, cut=ctx.join, join=ctx.cut)
 
 
-def _exchange(parts: Parts, tensors: Sequence[torch.Tensor], *, cut: int, join: int) -> tuple[torch.Tensor, ...]:
+def _exchange(sharers: Sharers, tensors: Sequence[torch.Tensor], *, cut: int, join: int) -> tuple[torch.Tensor, ...]:
     """Exchange all tensors in one message per rank, as bytes: dtypes may differ, and gloo supports few."""
-    laid = [tensor.unflatten(cut, (parts.of, -1)).movedim(cut, 0).contiguous() for tensor in tensors]
-    sent = torch.cat([each.view(parts.of, -1).view(torch.uint8) for each in laid], dim=1)
+    laid = [tensor.unflatten(cut, (sharers.of, -1)).movedim(cut, 0).contiguous() for tensor in tensors]
+    sent = torch.cat([each.view(sharers.of, -1).view(torch.uint8) for each in laid], dim=1)
     got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent, group=parts.group)
+    dist.all_to_all_single(got, sent, group=sharers.group)
     found, begin = [], 0
     for each in laid:
         end = begin + each[0].numel() * each.element_size()

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from streamrl.errors import ConfigError
-from streamrl.learner.parallel.context import Parts
+from streamrl.learner.parallel.context import Sharers
 from streamrl.learner.parallel.dtensors import local, part_of
 from streamrl.learner.parallel.sums import TokenShare
 
@@ -126,11 +126,11 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> list[nn.Mod
     return found
 
 
-def share_tokens(model: transformers.PreTrainedModel, parts: Parts) -> None:
+def share_tokens(model: transformers.PreTrainedModel, sharers: Sharers) -> None:
     """Split the tokens among ranks that have the same ones."""
     modules = [module for _, module in experts_of(model)]
     for module in modules:
-        vars(module)["sharers"] = parts
+        vars(module)["sharers"] = sharers
     if modules:
         use_our_experts(model)
 
@@ -148,7 +148,7 @@ def experts_forward(
     top_k_weights: torch.Tensor,  # [tokens, k]
 ) -> torch.Tensor:  # [tokens, H]
     """The entry in transformers' registry of experts functions."""
-    sharers: Parts | None = vars(module).get("sharers")
+    sharers: Sharers | None = vars(module).get("sharers")
     if sharers is None:
         return _experts_forward(module, hidden_states, top_k_index, top_k_weights)
     share = TokenShare(sharers, len(hidden_states), hidden_states.device)

@@ -11,21 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from streamrl.learner.parallel.context import Parts, joined
+from streamrl.learner.parallel.context import Sharers, joined
 
 
-def total(parts: Parts, part: torch.Tensor) -> torch.Tensor:
+def total(sharers: Sharers, part: torch.Tensor) -> torch.Tensor:
     """The sum of the ranks' parts."""
     # torch leaves `apply` untyped: its types are those of `forward`.
-    found: torch.Tensor = _Sum.apply(parts.group, part)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Sum.apply(sharers.group, part)  # type: ignore[no-untyped-call]
     return found
 
 
-def entering(parts: Parts, given: Any) -> Any:
+def entering(sharers: Sharers, given: Any) -> Any:
     """`given` unchanged, with its gradient summed over ranks; values without gradient pass through."""
     if not isinstance(given, torch.Tensor) or not given.requires_grad:
         return given
-    return _Enter.apply(parts.group, given)  # type: ignore[no-untyped-call]
+    return _Enter.apply(sharers.group, given)  # type: ignore[no-untyped-call]
 
 
 class TokenShare:
@@ -36,23 +36,23 @@ class TokenShare:
     going out to the hidden states.
     """
 
-    def __init__(self, parts: Parts, num_tokens: int, device: torch.device) -> None:
-        self._parts, self._num = parts, num_tokens
-        size = -(-num_tokens // parts.of)
-        self.own_tokens = torch.arange(num_tokens, device=device)[parts.at * size : (parts.at + 1) * size]
+    def __init__(self, sharers: Sharers, num_tokens: int, device: torch.device) -> None:
+        self._sharers, self._num = sharers, num_tokens
+        size = -(-num_tokens // sharers.of)
+        self.own_tokens = torch.arange(num_tokens, device=device)[sharers.at * size : (sharers.at + 1) * size]
 
     def taken(self, whole: torch.Tensor) -> torch.Tensor:  # [T, ...] -> [own tokens, ...]
-        found: torch.Tensor = _Take.apply(self._parts, self.own_tokens, whole)  # type: ignore[no-untyped-call]
+        found: torch.Tensor = _Take.apply(self._sharers, self.own_tokens, whole)  # type: ignore[no-untyped-call]
         return found
 
     def gathered(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:  # [T, ...] of [own tokens, ...] each
         for value in values:
             if value.requires_grad:
                 value.register_hook(self._times)
-        return joined(self._parts.group, self.own_tokens, self._num, *values)
+        return joined(self._sharers.group, self.own_tokens, self._num, *values)
 
     def _times(self, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * self._parts.of
+        return gradient * self._sharers.of
 
 
 class _Sum(torch.autograd.Function):
@@ -89,8 +89,8 @@ class _Take(torch.autograd.Function):
     """Some of the tokens; the gradient is the mean over ranks."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Parts, own_tokens: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        ctx.parts, ctx.num = parts, len(whole)
+    def forward(ctx: Any, sharers: Sharers, own_tokens: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        ctx.sharers, ctx.num = sharers, len(whole)
         ctx.save_for_backward(own_tokens)
         return whole[own_tokens]
 
@@ -98,7 +98,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         [own_tokens], [own] = ctx.saved_tensors, grads
         gradient = own.new_zeros(ctx.num, *own.shape[1:])
-        gradient[own_tokens] = own / ctx.parts.of
+        gradient[own_tokens] = own / ctx.sharers.of
         if ctx.num:
-            dist.all_reduce(gradient, group=ctx.parts.group)
+            dist.all_reduce(gradient, group=ctx.sharers.group)
         return None, None, gradient

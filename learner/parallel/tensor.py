@@ -42,7 +42,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from streamrl.config import schema
 from streamrl.errors import ConfigError
 from streamrl.learner.packing.ways import decoder_of
-from streamrl.learner.parallel.context import Parts, swap
+from streamrl.learner.parallel.context import Sharers, swap
 from streamrl.learner.parallel.dtensors import local, part_of
 from streamrl.learner.parallel.experts import experts_of, share_tokens
 from streamrl.learner.parallel.sums import entering, total
@@ -136,27 +136,27 @@ def divide(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> Sequence[Bl
 
     Divides nothing in a teacher that cannot be divided: each rank then has all of it.
     """
-    parts = Parts(at=mesh.get_local_rank(), of=mesh.size(), group=mesh.get_group())
+    sharers = Sharers(at=mesh.get_local_rank(), of=mesh.size(), group=mesh.get_group())
     try:
         blocks = _blocks(model)
     except Undividable:
         return []
-    if _max_ranks(model) % parts.of:
+    if _max_ranks(model) % sharers.of:
         return []
     for block in blocks:
         for layer in block.columns:
-            _share_columns(layer, parts, mesh)
+            _share_columns(layer, sharers, mesh)
         for layer in block.rows:
-            _share_rows(layer, parts, mesh)
-        block.module.register_forward_pre_hook(partial(_begin, parts), with_kwargs=True)
-    vars(model)["sharers"] = parts
-    share_tokens(model, parts)
+            _share_rows(layer, sharers, mesh)
+        block.module.register_forward_pre_hook(partial(_begin, sharers), with_kwargs=True)
+    vars(model)["sharers"] = sharers
+    share_tokens(model, sharers)
     return blocks
 
 
-def sharers_of(model: transformers.PreTrainedModel) -> Parts | None:
+def sharers_of(model: transformers.PreTrainedModel) -> Sharers | None:
     """This rank's place among those that share the model's layers; None if it has whole layers."""
-    found: Parts | None = vars(model).get("sharers")
+    found: Sharers | None = vars(model).get("sharers")
     return found
 
 
@@ -225,7 +225,7 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _share_columns(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
+def _share_columns(layer: Layer, sharers: Sharers, mesh: DeviceMesh) -> None:
     _share_weight(layer.linear, mesh, bias=part_of)
     layer.linear.__class__ = _LocalLinear
     if layer.factors is not None:
@@ -233,19 +233,19 @@ def _share_columns(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
         _keep(inner, "weight", _copy_of(inner.weight, mesh))
         _keep(outer, "weight", part_of(outer.weight, mesh))
         inner.__class__, outer.__class__ = _ColumnFactorA, _LocalLinear
-        vars(inner)["parts"] = parts
+        vars(inner)["sharers"] = sharers
 
 
-def _share_rows(layer: Layer, parts: Parts, mesh: DeviceMesh) -> None:
+def _share_rows(layer: Layer, sharers: Sharers, mesh: DeviceMesh) -> None:
     _share_weight(layer.linear, mesh, bias=_copy_of)
     layer.linear.__class__ = _RowLinear
-    vars(layer.linear)["parts"] = parts
+    vars(layer.linear)["sharers"] = sharers
     if layer.factors is not None:
         inner, outer = layer.factors
         for factor in layer.factors:
             _keep(factor, "weight", _copy_of(factor.weight, mesh))
         inner.__class__, outer.__class__ = _RowFactorA, _LocalLinear
-        vars(inner)["parts"] = parts
+        vars(inner)["sharers"] = sharers
 
 
 def _share_weight(linear: nn.Linear, mesh: DeviceMesh, *, bias: Callable[[torch.Tensor, DeviceMesh], DTensor]) -> None:
@@ -273,31 +273,31 @@ class _LocalLinear(nn.Linear):
 class _ColumnFactorA(nn.Linear):
     """Factor A of a column-wise adapter, whose B is divided: its gradient is summed over ranks."""
 
-    parts: Parts
+    sharers: Sharers
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, entering(self.parts, local(self.weight)))
+        return F.linear(hidden, entering(self.sharers, local(self.weight)))
 
 
 class _RowFactorA(nn.Linear):
     """Factor A of a row-wise adapter: takes this rank's part of the width, and returns the sum over ranks."""
 
-    parts: Parts
+    sharers: Sharers
 
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
-        columns = entering(self.parts, local(self.weight)).chunk(self.parts.of, dim=1)[self.parts.at]
-        return total(self.parts, F.linear(inner, columns))
+        columns = entering(self.sharers, local(self.weight)).chunk(self.sharers.of, dim=1)[self.sharers.at]
+        return total(self.sharers, F.linear(inner, columns))
 
 
 class _RowLinear(nn.Linear):
-    parts: Parts
+    sharers: Sharers
 
     def forward(self, inner: torch.Tensor) -> torch.Tensor:
-        [columns] = swap(self.parts, local(self.weight), cut=1, join=0)
-        hidden = total(self.parts, F.linear(inner, columns))
+        [columns] = swap(self.sharers, local(self.weight), cut=1, join=0)
+        hidden = total(self.sharers, F.linear(inner, columns))
         return hidden if self.bias is None else hidden + local(self.bias).to(hidden.dtype)
 
 
-def _begin(parts: Parts, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _begin(sharers: Sharers, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Before a block: inputs are whole, and their gradients are summed over ranks."""
-    return tuple(entering(parts, x) for x in args), {name: entering(parts, x) for name, x in kwargs.items()}
+    return tuple(entering(sharers, x) for x in args), {name: entering(sharers, x) for name, x in kwargs.items()}

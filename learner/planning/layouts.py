@@ -21,7 +21,7 @@ from streamrl.config import schema
 from streamrl.config.layout import refuse_layout
 from streamrl.errors import ConfigError
 from streamrl.learner.parallel.context import idle
-from streamrl.learner.planning.memory import Plan, computes_again, keeps_reference, plan
+from streamrl.learner.planning.memory import MemoryEstimate, computes_again, keeps_reference, plan
 from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.planning.traffic import Links, sent
 
@@ -66,7 +66,7 @@ class Task:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
     layout: schema.Layout
-    planned: Plan
+    planned: MemoryEstimate
     fits: bool
     links: Links  # bytes that a rank sends per token of its own
     idle: float  # fraction of empty attention heads
@@ -193,7 +193,7 @@ def _option(layout: schema.Layout, task: Task, machine: Machine) -> Option:
     return Option(layout=layout, planned=found, fits=found.needed <= machine.memory, links=links, idle=empty)
 
 
-def planned(layout: schema.Layout, task: Task, machine: Machine) -> Plan:
+def planned(layout: schema.Layout, task: Task, machine: Machine) -> MemoryEstimate:
     return plan(
         task.sizes,
         _under(layout, task.config),

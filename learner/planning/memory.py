@@ -52,7 +52,7 @@ _CHUNK_THERE, _CHUNK_BACK = 10, 8  # per element of the head's logits, with its 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MemoryEstimate:
     """Bytes of one rank."""
 
     always: int
@@ -93,7 +93,7 @@ def plan(
     teacher: Sizes | None = None,
     tokens: int | None = None,
     longest: int | None = None,
-) -> Plan:
+) -> MemoryEstimate:
     """Plan a rank's memory on GPUs, with recomputed layers unless the configuration turns that off, and with compiled
     ones only if it demands that: `auto` as the one that takes less, and the one that takes more.
 
@@ -113,7 +113,7 @@ def plan(
     again = computes_again(config)
     columns = 0 if layout.tensor == 1 else 2 * own.width * (own.queries + own.mlp)
     outermost = 2 * sizes.outermost + activations.masks(sizes, part)
-    return Plan(
+    return MemoryEstimate(
         always=weights // ranks,
         kept=_inputs(sizes, config) * part.tokens * 2 * sizes.width
         + (0 if again else sizes.layers * (of_layer + columns)),

@@ -11,7 +11,7 @@ import torch
 
 from streamrl.config import schema
 from streamrl.learner.packing.attention import VARLEN
-from streamrl.learner.planning.memory import Plan, plan
+from streamrl.learner.planning.memory import MemoryEstimate, plan
 from streamrl.learner.planning.sizes import Sizes
 from streamrl.learner.process.ranks import World
 from streamrl.terminal import size
@@ -61,7 +61,7 @@ def room_on(device: torch.device) -> int:
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
-def expected(sizes: Sizes, config: schema.Config, *, ranks: int, room: int, teacher: Sizes | None) -> Plan:
+def expected(sizes: Sizes, config: schema.Config, *, ranks: int, room: int, teacher: Sizes | None) -> MemoryEstimate:
     """The plan by which so many ranks, with this room on each GPU, will decide."""
     if config.model.gradient_checkpointing == "auto":
         keeping = _to_keep_all(sizes, config, ranks=ranks, teacher=teacher)
@@ -70,7 +70,7 @@ def expected(sizes: Sizes, config: schema.Config, *, ranks: int, room: int, teac
     return plan(sizes, config, ranks=ranks, teacher=teacher)
 
 
-def _to_keep_all(sizes: Sizes, config: schema.Config, *, ranks: int, teacher: Sizes | None) -> Plan | None:
+def _to_keep_all(sizes: Sizes, config: schema.Config, *, ranks: int, teacher: Sizes | None) -> MemoryEstimate | None:
     """The plan in which no layer is computed again; None if it cannot be told."""
     if _uncounted(sizes, config) is not None:
         return None

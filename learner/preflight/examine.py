@@ -18,7 +18,7 @@ from streamrl.config.of_model import longest_sequence, refuse_unseen_stops
 from streamrl.config.placement import StartedPart
 from streamrl.config.routers import find_routers
 from streamrl.finding import Finding, ok, warning
-from streamrl.learner.preflight.here import is_here
+from streamrl.learner.preflight.here import is_downloaded
 from streamrl.learner.preflight.memory import check_memory
 from streamrl.learner.preflight.prompts import check_prompts
 
@@ -32,7 +32,7 @@ def examine(config: schema.Config, part: StartedPart = "all", hosts: range | Non
 
     try_out(config)
     yield ok("algorithm", f"{config.algorithm.name} runs on synthetic groups")
-    if not is_here(config.model.path):
+    if not is_downloaded(config.model.path):
         yield warning(
             "model",
             f"model.path = {config.model.path!r} is not on this machine yet: neither it nor the prompts were checked",
@@ -60,12 +60,12 @@ def examine(config: schema.Config, part: StartedPart = "all", hosts: range | Non
 
 
 def _teacher(config: schema.Config, info: TokenizerInfo) -> Iterator[Finding]:
-    from streamrl.learner.objective.teacher import check_teacher
+    from streamrl.learner.objective.frozen import check_teacher
 
     path = None if config.teacher is None else config.teacher.path
     if path is None:
         return
-    if not is_here(path):
+    if not is_downloaded(path):
         yield warning("teacher", f"teacher.path = {path!r} is not on this machine yet", "the learner downloads it")
         return
     check_teacher(config, info)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def is_here(path: str) -> bool:
+def is_downloaded(path: str) -> bool:
     """Whether the model is a local folder or in the hub's cache."""
     if Path(path).is_dir():
         return True

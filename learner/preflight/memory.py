@@ -10,13 +10,13 @@ from streamrl.config.placement import LEARNER, GpuShare, StartedPart, place
 from streamrl.errors import ResourceError
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.gpus import gpus_here
-from streamrl.learner.preflight.here import is_here
+from streamrl.learner.preflight.here import is_downloaded
 from streamrl.terminal import plural, size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from streamrl.learner.planning.memory import Plan
+    from streamrl.learner.planning.memory import MemoryEstimate
 
 
 def check_memory(
@@ -39,13 +39,13 @@ def check_memory(
         return
     if share is None or not share.memory or config.model.dtype != "bfloat16":
         return
-    teacher_is_here = config.teacher is None or config.teacher.path is None or is_here(config.teacher.path)
+    teacher_is_here = config.teacher is None or config.teacher.path is None or is_downloaded(config.teacher.path)
     sizes, teacher = Sizes.of(model), teacher_sizes(config) if teacher_is_here else None
     gpu = World(rank=0, size=1, device=torch.device("cuda", 0))
     decided = with_layers(config, compiled=compiles(config, model, gpu))
     ranks, room = config.learner.processes, share.limit
 
-    def on(num_hosts: int) -> Plan:
+    def on(num_hosts: int) -> MemoryEstimate:
         return expected(sizes, decided, ranks=num_hosts * ranks, room=room, teacher=teacher)
 
     yield _fits(on, share, hosts)
@@ -54,7 +54,7 @@ def check_memory(
         yield from suggest_layout(Task.of(sizes, config, teacher=teacher), machine, configured=config.learner.layout)
 
 
-def _fits(on: Callable[[int], Plan], share: GpuShare, hosts: range | None) -> Finding:
+def _fits(on: Callable[[int], MemoryEstimate], share: GpuShare, hosts: range | None) -> Finding:
     """Compare a rank's plan, by the number of hosts, with its share of a GPU. No restart can fix a refusal, so the
     fewest hosts that a learner may be left with must do."""
     from streamrl.learner.planning.memory import REMEDY
@@ -83,7 +83,7 @@ def plan_layout(config: schema.Config, *, gpus: int, memory: int, per_host: int)
     from streamrl.learner.planning.sizes import Sizes
 
     for path in (config.model.path, None if config.teacher is None else config.teacher.path):
-        if path is not None and not is_here(path):
+        if path is not None and not is_downloaded(path):
             problem = f"{path!r} is not on this machine: planning a layout needs its config.json"
             yield error("layout", problem, f"`hf download {path} --include '*.json'`, or name a folder that has it")
             return

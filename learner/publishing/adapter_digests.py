@@ -31,7 +31,7 @@ class AdapterDigests:
         self._turn = 0
 
     def take(self) -> list[RangeRecord]:
-        """Return the digests for the next version. A collective."""
+        """Return the digests for the next version: the same share again until `keep`. A collective."""
         if not self.adapters:
             return []
         base = dict(base_parameters(self._model))
@@ -39,11 +39,14 @@ class AdapterDigests:
             self._digests = tuple(digests_of(base.items(), self._dtype, Coding.PRETRAINED))
         factors = dict(adapter_parameters(self._model))
         chosen = self.adapters[self._turn % _NUM_TURNS :: _NUM_TURNS] if self._turn else self.adapters
-        self._turn += 1
         tensors = (
             (adapter.tensor, merged(base[adapter.tensor], adapter, factors, self._torch_dtype)) for adapter in chosen
         )
         return [*self._digests, *digests_of(tensors, self._dtype, Coding.MERGED)]
+
+    def keep(self) -> None:
+        """The version of the last digests was announced: the next one has other tensors' turn."""
+        self._turn += 1
 
 
 def metas_of(tensors: Iterable[tuple[str, torch.Tensor]], dtype: DType) -> tuple[TensorMeta, ...]:

@@ -213,6 +213,7 @@ class Publisher:
             return None
         self._under_way, self._failed, self._trying_since = None, False, None
         self._copy.keep()
+        self._adapter_digests.keep()
         if published.base:
             self._pace.announced(delta_bytes=published.num_bytes)
         else:

@@ -5,9 +5,9 @@
 
 Texts are tokenised like a run's prompts, with the end token appended to the answer. Messages, and the row's `tools`, go
 through the chat template, each answer after what a run would prompt it with; all answers of a dialogue have a loss,
-including their end tokens. Where a template writes earlier turns anew, as those that drop thoughts do, the next turn
-becomes a piece of its own, since a run would ask it so. Pieces longer than `max_tokens` are left out and counted.
-Blocks on the disk.
+including their end tokens. Where a template writes earlier turns anew, as those that drop thoughts do, or without the
+model's end token, the next turn becomes a piece of its own, since a run would ask it so. Pieces longer than
+`max_tokens` are left out and counted. Blocks on the disk.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class _Reader:
             ids, trained = pieces[-1]
             ids += given + answer + tail
             trained += [False] * len(given) + [True] * len(answer) + [False] * len(tail)
-            so_far = before + after
+            # A run would not ask the next turn behind an end token that the template does not write.
+            so_far = before + after if answer + tail == continuation else ""
         if any(trained[0] for _, trained in pieces):
             raise DataError(f"{place}: the chat template yields no prompt")
         return pieces

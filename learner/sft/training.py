@@ -108,6 +108,7 @@ def train(settings: Settings, report: Callable[[str], None]) -> Outcome:
         date=settings.date,
         chat=settings.chat,
     )
+    _refuse_unknown(rows, settings.model, num_outputs=info.vocabulary)
     if rows.num_overlong:
         report(f"{rows.num_overlong} rows or turns are longer than {settings.max_tokens} tokens and are skipped")
     learned, measured = _split(rows, settings)
@@ -129,6 +130,14 @@ def train(settings: Settings, report: Callable[[str], None]) -> Outcome:
         num_overlong=rows.num_overlong,
         num_tokens=sum(int(piece.mask.sum()) for piece in learned),
     )
+
+
+def _refuse_unknown(rows: Rows, model: str, *, num_outputs: int) -> None:
+    """Raise DataError if the rows hold tokens that the model does not know."""
+    highest = max(int(ids.max()) for piece in rows.pieces for ids in (piece.prompt_ids, piece.token_ids))
+    if highest >= num_outputs:
+        problem = f"a row has token id {highest}, but the model has {num_outputs} outputs"
+        raise DataError(f"--model: {model!r}: {problem}: model and tokenizer do not match")
 
 
 def _split(rows: Rows, settings: Settings) -> tuple[list[Piece], list[Piece]]:

@@ -63,7 +63,7 @@ class ValidationSchedule:
         """Process answers that have come, and record the result once it is complete. `paused` time does not count."""
         if self._validation is None:
             return
-        result = None
+        result = None  # stays None if Redis is away: the block is left early
         with redis_may_be_away("validation not polled"):
             result = self._validation.poll(wait_s=wait_s, paused=paused)
         if result is not None:

@@ -2,7 +2,7 @@
 
 Groups waiting in the stream were sampled and scored under the old settings, the weights belong to one model, and ticket
 numbers refer to prompts: settings that decide these are fixed for the life of a run. All others may change at each
-start. A fork starts from weights alone, and may change everything.
+start. A fork starts from weights alone, and may change everything that they fit.
 """
 
 from __future__ import annotations
@@ -118,15 +118,20 @@ def changes(before: Config, after: Config, *, working_directory: str = "") -> li
     return found
 
 
-def check_changes(found: list[Change], *, folder: str) -> None:
+def check_changes(found: list[Change], *, folder: str, has_checkpoint: bool = True) -> None:
     """ConfigError that names all forbidden changes, and what to do."""
     refused = [change for change in found if change.refusal]
     if refused:
         lines = [f"{change}: {change.refusal}" for change in refused]
-        raise ConfigError(
-            "\n".join(lines) + f"\nA resumed run in {folder} must keep these: set them back, or start another "
-            f"run from its weights, with `name=NEW --fork {folder}`, or from nothing, with `name=NEW`"
+        remedy = (
+            f"A resumed run in {folder} must keep these: set them back, or start another run from its weights, with "
+            f"`name=NEW --fork {folder}`, or from nothing, with `name=NEW`"
+            if has_checkpoint
+            else f"The run in {folder} has no checkpoint yet, but groups made with the former may wait in Redis: set "
+            f"these back, start another run with `name=NEW`, or this one from nothing: remove {folder}, and from a "
+            "Redis other than the embedded one also the run (`streamrl runs rm --redis URL --run NAME`)"
         )
+        raise ConfigError("\n".join([*lines, remedy]))
 
 
 def refusal_of(key: str) -> str | None:

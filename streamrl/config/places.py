@@ -41,6 +41,7 @@ _SOCKET = re.compile(r"unix://([^/@]+@)?/")
 _NO_ADDRESS = re.compile(r"[\s\x00-\x1f\x7f]")  # which urlsplit partly strips, and clients refuse
 _DOTTED = re.compile(r"[0-9]+(\.[0-9]+)+")
 _NO_PASSWORD = "a configuration is written to disk and into Redis, so it must not hold a password"
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:(/|\Z)", re.IGNORECASE)  # of a URL; as a path it has lost a slash
 _OBJECT_STORE = re.compile(r"(?P<scheme>[a-z][a-z0-9+-]*)://[^/\s]\S*\Z")
 
 
@@ -249,7 +250,10 @@ def check_store(config: Config) -> Iterator[Problem]:
 
 def check_dir(config: Config) -> Iterator[Problem]:
     folder = str(config.dir)
-    if folder.startswith("~") or "$" in folder:
+    if _SCHEME.match(folder):
+        remedy = "must be a folder on a disk that all machines of the learner share: it is read as a path, not as a URL"
+        yield Problem(key="dir", value=folder, remedy=remedy)
+    elif folder.startswith("~") or "$" in folder:
         yield _literal("dir")
 
 

@@ -27,6 +27,16 @@ def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, stripped
 
 
+def why_not_lines(first: bytes) -> str | None:
+    """Return what is wrong with a file that begins with this line, if it is one array, or an object goes over several
+    lines, and what to do."""
+    if first.startswith(b"["):
+        return "a JSON array; write one object per line: `jq -c '.[]' FILE`"
+    if first == b"{":
+        return "a JSON object over several lines; write one object per line: `jq -c . FILE`"
+    return None
+
+
 def parse_line(data: bytes, **hooks: Any) -> Any:
     """Return the value on a line. `hooks`: of `json.loads`; a ValueError of theirs makes the line malformed too."""
     try:

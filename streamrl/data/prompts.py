@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from streamrl.data.dataset import MADE, Dataset, named_in, no_column, written
 from streamrl.data.hub import hub_lines
-from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines
+from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines, why_not_lines
 from streamrl.data.made import made_file
 from streamrl.data.messages import for_templates, read_tools
 from streamrl.errors import DataError, WireError
@@ -30,7 +30,8 @@ OnBadRow = Literal["error", "skip"]
 _MAX_LINE_BYTES = MAX_TEXT_CHARS  # so that its text fits into a ticket
 # Its other fields surely fit up to here: re-encoded JSON is at most five times as long (1e15: 1000000000000000.0).
 _SURE_LINE_BYTES = MAX_TEXT_CHARS // 5
-_TABLES = {".csv", ".parquet"}
+_TABLES = {".csv", ".tsv", ".parquet"}
+_SPREADSHEETS = {".xlsx", ".xls", ".ods"}
 _KINDS = ("text", "prompt", "messages")
 
 
@@ -77,18 +78,30 @@ def _file_of(dataset: Dataset, key: str) -> Path:
     if dataset.source in MADE:
         return made_file(dataset, key)
     path = Path(dataset.place)
-    if path.suffix.lower() in _TABLES and path.is_file():
+    suffix = path.suffix.lower() if path.is_file() else ""
+    if suffix in _TABLES:
         raise DataError(
             f"{key}: {path} is not a JSON Lines file; {{hub: FOLDER, prompt: COLUMN}} reads a folder of such files"
+        )
+    if suffix in _SPREADSHEETS:
+        raise DataError(
+            f"{key}: {path} is a spreadsheet; save it as CSV in a folder, which {{hub: FOLDER, prompt: COLUMN}} reads"
         )
     return path
 
 
 def _lines(path: Path, key: str) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of the file. DataError, also where malformed lines are skipped, if it is no file of lines."""
     try:
-        yield from read_lines(path)
+        for number, data in read_lines(path):
+            if number == 1 and (why := why_not_lines(data)) is not None:
+                raise DataError(f"{path}:1: {why}")
+            yield number, data
     except FileNotFoundError:
-        raise DataError(f"{key}: no such file: {path}; give the path of a JSONL file of prompts") from None
+        remedy = "give the path of a JSONL file of prompts"
+        if str(path).startswith("~"):
+            remedy = "~ is taken literally: write the path out"
+        raise DataError(f"{key}: no such file: {path}; {remedy}") from None
     except IsADirectoryError:
         raise DataError(f"{key}: {path} is a folder; name a file in it, or {{hub: {path}}} as a dataset") from None
     except UNREADABLE as error:

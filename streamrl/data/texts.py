@@ -21,7 +21,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines
+from streamrl.data.lines import UNREADABLE, Malformed, parse_line, read_lines, why_not_lines
 from streamrl.errors import DataError
 from streamrl.files import write_durably
 
@@ -35,6 +35,8 @@ def read_texts(path: Path, *keys: str, what: str, expected: str | None = None) -
     try:
         for number, line in read_lines(path):
             place = f"{path}:{number}"
+            if number == 1 and (remark := why_not_lines(line)) is not None:
+                raise DataError(f"{place}: {remark}")
             yield place, _parse(line, keys, place, expected)
     except UNREADABLE as error:
         why = getattr(error, "strerror", None) or error

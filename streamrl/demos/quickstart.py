@@ -39,6 +39,7 @@ from streamrl.config.load import as_overrides
 from streamrl.config.schema import Config
 from streamrl.demos.report import Showcase, Trial
 from streamrl.demos.run import program, run_all, write_rows
+from streamrl.files import naming
 from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.processes import Command
 
@@ -105,11 +106,13 @@ _USUAL = Size()
 
 def write_base_model(folder: Path, *, seed: int, num_positions: int = 64, of: Size = _USUAL) -> None:
     """Write the model's folder; `num_positions` is the longest prompt and answer together."""
-    from safetensors.numpy import save_file  # only installed on machines that train
+    from safetensors.numpy import save  # only installed on machines that train
 
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(seed)
-    save_file(dict(_tensors(rng, of)), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    with naming(weights):
+        weights.write_bytes(save(dict(_tensors(rng, of)), metadata={"format": "pt"}))
     ends = {"pad_token_id": VOCABULARY.index(PAD), "eos_token_id": VOCABULARY.index(END)}
     _write_json(folder / "config.json", {**_architecture(num_positions, of), **ends})
     _write_json(folder / "generation_config.json", ends)
@@ -183,7 +186,8 @@ def _tokenizer() -> dict[str, object]:
 
 
 def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with naming(path):
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 _NUM_TRAIN = 16_384

@@ -28,7 +28,7 @@ from streamrl.config.shipped import shipped_config
 from streamrl.demos.report import Showcase, make_report, report_lines
 from streamrl.errors import ConfigError, PartError
 from streamrl.extras import Need
-from streamrl.files import LOCK, only_one
+from streamrl.files import LOCK, naming, only_one
 from streamrl.ops.launch.display import Display, spinner
 from streamrl.ops.launch.forking import PartsAhead
 from streamrl.ops.launch.processes import Command, Process, end_all, part_error
@@ -114,6 +114,8 @@ def clear(folder: Path, *, what: str) -> bool:
     if left and not (folder / mark).exists():
         raise ConfigError(f"{folder} holds files that are not from a {what}; choose another name with name=...")
     for path in left:
+        if path.name == mark:
+            continue  # a clearing that is cut short can be done again
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -138,7 +140,8 @@ def program(name: str, words: Sequence[str], options: Mapping[str, object], *, l
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as JSON Lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with naming(path):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def run_all(

@@ -87,12 +87,12 @@ def _majority_of(samples: Sequence[JudgedSample]) -> float:
 
 
 def wilson(share: float, num_prompts: int) -> tuple[float, float]:
-    """Return the interval's bounds."""
+    """Return the interval's bounds, which are never on the wrong side of the share, as rounding would have them."""
     assert num_prompts > 0, "there are no prompts"
     square = _Z * _Z / num_prompts
     middle = (share + square / 2) / (1 + square)
     half = _Z / (1 + square) * math.sqrt(share * (1 - share) / num_prompts + square / (4 * num_prompts))
-    return max(0.0, middle - half), min(1.0, middle + half)
+    return min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half))
 
 
 def mean_over_prompts(prompts: Iterable[Sequence[float]]) -> float | None:

@@ -47,7 +47,7 @@ Metric: TypeAlias = "torch.Tensor | tuple[torch.Tensor | float, torch.Tensor | f
 Losses: TypeAlias = "tuple[torch.Tensor, Mapping[str, Metric]]"  # [T] values, metrics by name
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MAX_LOG = 20.0  # e^20 = 4.9e8: larger ratios teach nothing, and its square is still finite in fp32
+MAX_LOG = 20.0  # nats; larger ratios than e^20 = 4.9e8 teach nothing, and its square is still finite in fp32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +201,7 @@ def sequence_ratios(batch: TokenBatch) -> torch.Tensor:  # [T] the same for all 
 
 
 def _log_ratios(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:  # [T]
-    return (logprobs - other_logprobs).clamp(max=_MAX_LOG)
+    return (logprobs - other_logprobs).clamp(max=MAX_LOG)
 
 
 def _pessimistic(

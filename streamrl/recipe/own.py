@@ -19,12 +19,16 @@ import platform
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+
+from streamrl.errors import ConfigError
 
 FORMS = "`package.module:function` or `path/to/file.py:function`"
 FILES = (".py", ".pkl")  # suffixes of files that hold code
@@ -33,6 +37,11 @@ PICKLED = "rewards"  # folder of the pickled functions, in a run's folder
 _MAX_ERROR_CHARS, _MAX_LINE_CHARS = 500, 100
 _OURS = (f"{Path(__file__).parents[1]}/", "<frozen ")
 _LIBRARIES = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+# The place of the code that is being loaded, to refuse a run that it starts: a script without a main guard would start
+# itself again in each process that loads a function of it.
+_loading: ContextVar[str] = ContextVar("place of the code being loaded", default="")
 
 
 def is_own(target: str) -> bool:
@@ -52,9 +61,10 @@ def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Calla
     place, _, name = target.rpartition(":")
     if not place:
         return known[name]
-    if place.endswith(".pkl"):
-        return _load_pickled(Path(place))
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    with _noting(place):
+        if place.endswith(".pkl"):
+            return _load_pickled(Path(place))
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
     function = getattr(module, name, None)
     if function is None:  # getattr's own error would show our internal module name
         nearest = get_close_matches(name, vars(module), n=1, cutoff=0.75)
@@ -62,6 +72,23 @@ def load_function(target: str, known: Mapping[str, Callable[..., Any]]) -> Calla
     if not callable(function):
         raise TypeError(f"{target} is a {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _noting(place: str) -> Iterator[None]:
+    token = _loading.set(place)
+    try:
+        yield
+    finally:
+        _loading.reset(token)
+
+
+def refuse_while_loading() -> None:
+    """ConfigError if the caller, who starts a run, is code that is being loaded."""
+    if place := _loading.get():
+        raise ConfigError(
+            f"{place} starts a run while it is loaded for a target; put that under `if __name__ == '__main__':`"
+        )
 
 
 def bind(function: Callable[..., Any], arguments: Mapping[str, Any], *given: str) -> partial[Any]:
@@ -85,8 +112,9 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS] + place
 
 
-def pickled(function: Callable[..., Any]) -> bytes:
-    """Pickle the function with everything it needs from where it was defined; any exception says why not."""
+def pickled(function: Callable[..., Any], *, by_value: ModuleType | None = None) -> bytes:
+    """Pickle the function with everything it needs from where it was defined, and from this module or package; any
+    exception says why not."""
     import cloudpickle  # lazy: only needed for such functions
 
     files: dict[str, list[str]] = {}
@@ -104,8 +132,23 @@ def pickled(function: Callable[..., Any]) -> bytes:
             return _code_of, (file, *self.dispatch_table[CodeType](value))
 
     buffer = io.BytesIO()
-    Pickler(buffer).dump(function)
+    with _pickled_by_value(by_value):
+        Pickler(buffer).dump(function)
     return platform.python_version().encode() + b"\n" + pickle.dumps((files, buffer.getvalue()))
+
+
+@contextmanager
+def _pickled_by_value(module: ModuleType | None) -> Iterator[None]:
+    import cloudpickle
+
+    if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
 
 
 def _code_of(file: str, make: Callable[..., CodeType], arguments: tuple[Any, ...]) -> CodeType:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from streamrl.recipe.losses import Losses, TokenBatch, k2, weight_of
+from streamrl.recipe.losses import MAX_LOG, Losses, TokenBatch, k2, weight_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     import torch
 
     from streamrl.recipe.losses import Metric
-
-_MOST = 20.0  # nats: e^20 = 4.9e8
 
 
 def with_teacher_term(
@@ -35,5 +33,5 @@ def with_teacher_term(
     assert batch.teacher_logprobs is not None, "requested whenever there is a teacher"
     now = batch.logprobs.detach()
     difference = now - batch.teacher_logprobs
-    pull = k2(batch.logprobs, batch.teacher_logprobs.maximum(now - _MOST))
+    pull = k2(batch.logprobs, batch.teacher_logprobs.maximum(now - MAX_LOG))
     return values + weight * weight_of(metrics) * pull, {**metrics, "teacher_kl": difference}

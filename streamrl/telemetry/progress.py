@@ -136,10 +136,10 @@ class Progress:
 
     def _enter(self, state: State, doing: str) -> None:
         with self._lock:
+            if (state, doing) == (self._now.state, self._now.doing):
+                return  # another attempt at the same is no progress
             now = self._timer()
-            if (state, doing) != (self._now.state, self._now.doing):
-                self._now = replace(self._now, state=state, doing=doing, since=now)
-            self._now = replace(self._now, last_progress=now)
+            self._now = replace(self._now, state=state, doing=doing, since=now, last_progress=now)
 
 
 GONE_S = 10.0  # a part without a report for this long counts as gone

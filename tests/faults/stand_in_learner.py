@@ -27,9 +27,8 @@ from streamrl.learner.checkpoints.checkpoint import CheckpointRoot
 from streamrl.learner.checkpoints.save import RankStateDouble, Saver
 from streamrl.learner.conductor import Conductor
 from streamrl.learner.groups.curriculum import open_order
-from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.fetch import fetch_groups
+from streamrl.learner.groups.open_feed import open_feed
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
@@ -138,25 +137,23 @@ class _Loop:
         self._config, self._start = config, start
         self._step = start.step
         self._publisher = _Publisher(admitted.stream, store, run_uid=start.run_uid, term=start.term)
-        feed = Feed(
-            make_feed_parts(
-                stream=admitted.stream,
-                prompts=prompts,
-                config=config,
-                run_uid=start.run_uid,
-                fingerprint=MODEL,
-                drop_reason=drop_reason,
-                quarantine=Quarantine(config.folder, term=start.term),
-                order=open_order(
-                    config,
-                    prompts,
-                    root=config.folder,
-                    term=start.term,
-                    since=start.checkpoint.term if start.checkpoint else 0,
-                    state=state,
-                ),
+        feed = open_feed(
+            stream=admitted.stream,
+            prompts=prompts,
+            config=config,
+            run_uid=start.run_uid,
+            fingerprint=MODEL,
+            drop_reason=drop_reason,
+            quarantine=Quarantine(config.folder, term=start.term),
+            order=open_order(
+                config,
+                prompts,
+                root=config.folder,
+                term=start.term,
+                since=start.checkpoint.term if start.checkpoint else 0,
                 state=state,
-            )
+            ),
+            state=state,
         )
         if state is not None:
             feed.committed(state, step=start.step)

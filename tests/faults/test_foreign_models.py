@@ -31,7 +31,7 @@ from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import Load
 from streamrl.workers.engines.transformers_engine import TransformersEngine
-from streamrl.workers.options import Options
+from streamrl.workers.main import Options
 from streamrl.workers.service import serve
 from tests.faults.harness import FaultWorld
 from tests.faults.place import Place

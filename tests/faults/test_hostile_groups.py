@@ -12,7 +12,7 @@ import redis.asyncio
 
 from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.ledger import DROPPED
-from streamrl.learner.groups.plan import Kind
+from streamrl.learner.groups.plan import GroupCheck, Kind
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.wire.codec import pack
 from tests.faults.report import report
@@ -68,7 +68,7 @@ async def step(world: RunWorld) -> Kind:
         return Kind.IDLE
     if plan.kind is Kind.STEP:
         fetched = fetch_groups(world.learner.stream, plan, rank=0, vocabulary=1000)
-        world.learner.train(plan, [int(verdict) for verdict in fetched.verdicts])
+        world.learner.train(plan, [GroupCheck(int(verdict)) for verdict in fetched.verdicts])
     world.learner.commit()
     return plan.kind
 

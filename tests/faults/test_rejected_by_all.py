@@ -28,7 +28,7 @@ from streamrl.permissions import Permissions
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.workers.engines.transformers_engine import TransformersEngine
-from streamrl.workers.options import Options
+from streamrl.workers.main import Options
 from streamrl.workers.service import serve
 from tests.helpers import wait_until_async
 from tests.integration.learner_world import make_run, output, running_learner

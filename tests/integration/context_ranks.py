@@ -21,9 +21,9 @@ from streamrl.config import schema
 from streamrl.learner.loading.load import load_policy, load_reference
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.frozen import frozen_logprobs
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
-from streamrl.learner.objective.reference import frozen_logprobs
 from streamrl.learner.packing.attention import VARLEN
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.ranks import World, join_world

@@ -74,7 +74,7 @@ class Rank:
         self.world = world
         self.policy = load_policy(self.config, world, (END,))
         if told:
-            self.policy.replay = RoutingReplay(self.policy.model, self.config, parts=self.policy.parts)
+            self.policy.replay = RoutingReplay(self.policy.model, self.config, split=self.policy.split)
         if dtype == "float64":
             never_round(self.policy)
             never_round_routers(self.policy)

@@ -27,9 +27,9 @@ from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.lora import adapter_parameters, merged_parameters
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.frozen import FrozenLogprobs, frozen_logprobs, make_reference
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
-from streamrl.learner.objective.reference import Reference, frozen_logprobs, make_reference
 from streamrl.learner.packing.pack import pack
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.background import BackgroundThread, BackgroundThreadDouble
@@ -121,7 +121,7 @@ class Rank:
             beat=lambda: None,
         )
 
-    def reference_logprobs(self, reference: Reference | None = None) -> torch.Tensor:
+    def reference_logprobs(self, reference: FrozenLogprobs | None = None) -> torch.Tensor:
         ids = np.arange(3, 30, dtype=np.int32)
         [batch] = pack([probe(ids)], max_tokens=len(ids), shape=self.policy.shape)
         return (reference or self.reference)(batch)

@@ -336,7 +336,7 @@ def test_a_mistake_of_the_operators_is_one_line_and_exit_code_2(
 
 
 _OF_ONE_IMPORT = """
-import streamrl.workers.engines.vllm.ahead
+import streamrl.workers.engines.vllm.preload_worker
 from streamrl.workers.main import main
 main()
 """

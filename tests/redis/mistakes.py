@@ -86,7 +86,8 @@ OF_PLACES = {
     "no prompts": Mistake(overrides=("data.train=nowhere.jsonl",), says=("data.train", "nowhere.jsonl", "JSONL")),
     "an empty file of prompts": Mistake(files={"train.jsonl": ""}, says=("data.train", "train.jsonl holds no prompts")),
     "prompts as one JSON list": Mistake(
-        files={"train.jsonl": '[\n  {"prompt": "1+1="}\n]\n'}, says=("train.jsonl:1", "not JSON")
+        files={"train.jsonl": '[\n  {"prompt": "1+1="}\n]\n'},
+        says=("train.jsonl:1", "a JSON array; write one object per line: `jq"),
     ),
     "a row without text": Mistake(
         files={"train.jsonl": TRAIN + '{"question": "1+3="}\n'},

@@ -15,10 +15,9 @@ from streamrl.config import schema
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run, known_run
 from streamrl.learner.groups.curriculum import open_order
-from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.ledger import FeedState
-from streamrl.learner.groups.plan import Kind, Plan
+from streamrl.learner.groups.open_feed import open_feed
+from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.ops.audit import Audit, audit_folder
 from streamrl.protocol.transport.keys import Keys
@@ -78,18 +77,16 @@ class Learner:
         self.stream.claim(config_json=config.model_dump_json(), fingerprint=MODEL, wait_s=0.0)
         state = self.parent.state.stream if self.parent else None
         since = self.parent.name.term if self.parent else 0
-        self.feed = Feed(
-            make_feed_parts(
-                stream=self.stream,
-                prompts=place.prompts,
-                order=open_order(config, place.prompts, root=config.folder, term=self.term, since=since, state=state),
-                config=config,
-                run_uid=uid,
-                fingerprint=MODEL,
-                drop_reason=drop_reason,
-                state=state,
-                clock=clock,
-            )
+        self.feed = open_feed(
+            stream=self.stream,
+            prompts=place.prompts,
+            order=open_order(config, place.prompts, root=config.folder, term=self.term, since=since, state=state),
+            config=config,
+            run_uid=uid,
+            fingerprint=MODEL,
+            drop_reason=drop_reason,
+            state=state,
+            clock=clock,
         )
         self._num_versions = 0
         self.copied: tuple[int, FeedState] | None = None  # of a checkpoint under way: its step, and what it says
@@ -98,9 +95,9 @@ class Learner:
     def plan(self) -> Plan | None:
         return self.feed.plan(step=self.step, world_size=1, timeout_s=0.0)
 
-    def train(self, plan: Plan, verdicts: Sequence[int] | None = None) -> list[int]:
+    def train(self, plan: Plan, verdicts: Sequence[GroupCheck] | None = None) -> list[int]:
         """Every group is sound, unless the verdicts say otherwise."""
-        self.feed.settle(plan, verdicts or [True] * len(plan.entries))
+        self.feed.settle(plan, verdicts or [GroupCheck.SOUND] * len(plan.entries), trained=True)
         self.step += 1
         self._num_versions += 1
         self.feed.note_version(make_version(self.term, self._num_versions), self.step)

@@ -11,10 +11,12 @@ import redis.asyncio
 
 from streamrl.config import schema
 from streamrl.config.load import dump_config
+from streamrl.learner.metrics.keepsakes import note_state
 from streamrl.ops.cli.main import main
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
+from streamrl.protocol.transport.operator import remove_run
 from tests.redis.run_world import RunWorld
 
 
@@ -49,6 +51,22 @@ def test_by_its_folder_alone_with_the_server_of_its_configuration(
     config = world.config.model_copy(update={"redis": schema.Redis(url=world.url)})
     (config.folder / "config.yaml").write_text(dump_config(config))
     assert audited(capsys, str(config.folder))["waiting"] == 6
+
+
+def test_an_ended_run_that_its_server_no_longer_holds_is_audited_from_its_folder(
+    world: RunWorld, client: redis.Redis, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = world.config.folder
+    config = world.config.model_copy(update={"redis": schema.Redis(url=world.url)})
+    (folder / "config.yaml").write_text(dump_config(config))
+    note_state(folder, "running", term=1)
+    remove_run(client, world.keys)
+    assert main(["audit", str(folder)]) == 2
+    assert "it was removed; --folder-only audits without it" in capsys.readouterr().err
+    note_state(folder, "finished", term=1)
+    told = audited(capsys, str(folder))
+    assert told["redis"] is None
+    assert told["unchecked"]
 
 
 def test_by_its_folder_alone_with_an_embedded_server_while_that_runs(

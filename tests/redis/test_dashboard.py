@@ -231,6 +231,37 @@ def test_the_page_says_that_redis_is_gone(run: Watched, page: Page) -> None:
         page.wait_for("document.getElementById('gone').hidden")
 
 
+_HANGS = """
+const later = window.setTimeout;
+window.setTimeout = (call, ms) => later(call, ms / 20);
+window.fetch = (path, {signal}) => new Promise((_, reject) =>
+  signal.addEventListener('abort', () => reject(signal.reason)));
+"""
+
+
+def test_the_page_says_that_the_dashboard_does_not_answer(run: Watched, page: Page) -> None:
+    with run.alive(), dashboard(run) as url:
+        page.open(url)
+        page.wait_for(_HAS_DATA)
+        page.evaluate(_HANGS)
+        page.wait_for("document.getElementById('gone').textContent.includes('no answer from the dashboard for 20 s')")
+
+
+def test_a_choice_of_steps_that_a_browser_restores_shows_all(run: Watched, page: Page) -> None:
+    with run.alive(), dashboard(run) as url:
+        page.open(url)
+        page.wait_for(_HAS_DATA)
+        assert page.evaluate("at('range').value = 'drawn'; selected = null; historyPath()") == "/api/history"
+
+
+def test_a_token_with_any_signs_opens_the_page(run: Watched, page: Page, tmp_path: Path) -> None:
+    token = 'a+b/c==&d%2B#"e'
+    (tmp_path / "token").write_text(token)
+    with run.alive(), dashboard(run, "--token-file", str(tmp_path / "token")) as url:
+        page.open(f"{url}#token={token}")
+        page.wait_for(_HAS_DATA)
+
+
 _INJECTED = """
 const script = document.createElement('script');
 script.textContent = 'window.injected = true';

@@ -11,7 +11,8 @@ import redis
 import redis.asyncio
 
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.feed_parts import make_feed_parts
+from streamrl.learner.groups.open_feed import open_feed
+from streamrl.learner.groups.plan import GroupCheck
 from streamrl.ops.cli.main import main
 from streamrl.ops.cli.operating.operate import letter_lines
 from streamrl.protocol.transport.keys import Keys
@@ -34,16 +35,14 @@ from tests.redis.run_world import NUM_PROMPTS, RunWorld
 
 
 def make_feed(stream: LearnerStream, **changes: Any) -> Feed:
-    return Feed(
-        make_feed_parts(
-            stream=stream,
-            prompts=make_prompts(12),
-            config=make_config(training={"groups_per_step": 3}, worker={"max_attempts": 1}),
-            run_uid=UID,
-            fingerprint=MODEL,
-            drop_reason=drop_reason,
-            **changes,
-        )
+    return open_feed(
+        stream=stream,
+        prompts=make_prompts(12),
+        config=make_config(training={"groups_per_step": 3}, worker={"max_attempts": 1}),
+        run_uid=UID,
+        fingerprint=MODEL,
+        drop_reason=drop_reason,
+        **changes,
     )
 
 
@@ -71,7 +70,7 @@ async def feed(learner: LearnerStream, worker: WorkerStream) -> Feed:
     next_plan(feed)
     await answer_all(worker, failing=frozenset({1, 2}))
     next_plan(feed)
-    feed.settle(next_plan(feed), [True] * 3)
+    feed.settle(next_plan(feed), [GroupCheck.SOUND] * 3, trained=True)
     return feed
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from streamrl.config.placement import StartedPart
 from streamrl.errors import ConfigError, ResourceError
 from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
-from streamrl.ops.monitor.doctor import look, machine
+from streamrl.ops.monitor.doctor import _SKIPPED, CHECKS, look, machine
 from streamrl.ops.monitor.doctor.machine import worker_bytes
 from streamrl.ops.monitor.doctor.requirements import check_packages
 from streamrl.ops.monitor.doctor.services import fitness
@@ -142,6 +144,20 @@ def test_a_tokenizer_of_another_model_is_found(model: Path, redis_url: str) -> N
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 5}))
     vocabulary = found(model, redis_url)["model vocabulary"]
     assert (vocabulary.level, "ids up to 8, the model only 5 outputs" in vocabulary.evidence) == ("error", True)
+
+
+@pytest.mark.parametrize(("end", "level"), [("<eos>", "warning"), ("<image>", "error")])
+def test_tokens_of_larger_models_are_no_mistake_unless_they_end_a_response(
+    model: Path, redis_url: str, end: str, level: str
+) -> None:
+    """As of Gemma 3's smallest models, which have the tokenizer of those that read images."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = [{"content": "<image>", "id": len(TOKENS)}]
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (model / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    vocabulary = found(model, redis_url)["model vocabulary"]
+    assert vocabulary.level == level
+    assert "ids up to 9, the model only 9 outputs" in vocabulary.evidence
 
 
 def test_an_end_token_that_is_no_token_is_found(model: Path, redis_url: str) -> None:
@@ -314,10 +330,42 @@ def test_each_machine_is_asked_for_what_its_own_part_needs(model: Path, redis_ur
     no_data = seen("worker", "data.train=nowhere.jsonl", "worker.count=0")
     assert [name for name, one in no_data.items() if one.level == "error"] == []
     assert "worker memory" in no_data
-    assert not {"learner memory", "disk", "files"} & set(no_data)
-    learner = seen("learner", "rewards.exact.target=nowhere.py:score")
+    assert not {"learner memory", "disk", "files", "run folder"} & set(no_data)
+    away = "rewards.away={type: http, url: 'http://127.0.0.1:9', weight: 1}"
+    learner = seen("learner", away)
     assert {"learner memory", "disk", "files"} <= set(learner)
-    assert not {"worker memory", "rewards", "shared memory"} & set(learner)
+    assert not {"worker memory", "reward away", "shared memory"} & set(learner)
+    assert {name for skipped in _SKIPPED.values() for name in skipped} <= set(CHECKS)
+
+
+def test_hosts_of_an_engine_must_reach_redis(model: Path, redis_url: str) -> None:
+    loaded = load(model, redis_url, "redis.url=embedded", "worker.hosts=2", "worker.count=2")
+    [told] = [one for _, one in look(loaded) if one.name == "hosts"]
+    assert (told.level, "cannot reach the Redis" in told.evidence) == ("error", True)
+
+
+def test_a_worker_needs_only_to_read_the_weights(
+    model: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_writing(path: Path, mode: int) -> bool:
+        return not mode & os.W_OK
+
+    monkeypatch.setattr(os, "access", no_writing)
+    loaded = load(model, redis_url, f"weights.store=file:{tmp_path}", "worker.count=0")
+    found = {part: {one.name: one.level for _, one in look(loaded, part)} for part in ("all", "worker")}
+    assert found["worker"]["weights store"] == "ok"
+    assert "run folder" not in found["worker"]
+    assert found["all"]["weights store"] == "error"
+
+
+def test_a_second_copy_of_the_weights_is_not_counted(model: Path) -> None:
+    count = count_parameters(model)
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert count_parameters(model) == count > 0
+    index = {"weight_map": {"a": "model.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    shutil.copy(model / "model.safetensors", model / "other.safetensors")
+    assert count_parameters(model) == count
 
 
 def test_a_layout_is_checked_where_the_number_of_ranks_is_known(model: Path, redis_url: str) -> None:

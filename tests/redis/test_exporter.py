@@ -143,7 +143,17 @@ def test_nobody_is_woken_for_a_pause(run: Watched, name: str) -> None:
     assert told["streamrl_health", 'run="x"'] == 4
     assert told["streamrl_learner_progress_age_seconds", 'run="x"'] > 900
     assert told["streamrl_cause", 'cause="paused",level="blocking",run="x"'] == 1
-    assert alerts()[name].endswith('unless on(namespace, run) streamrl_cause{cause="paused"} == 1')
+    assert re.search(r' unless on\(namespace, run\) streamrl_cause{cause=~?"paused(\|saving)?"} == 1$', alerts()[name])
+
+
+def test_old_tokens_alarm_only_beyond_the_bound_of_a_run_that_still_runs(run: Watched) -> None:
+    run.record(**{"lag/mean": 9.0})
+    told = parse(prometheus_text(run.view(), "x", is_up=True))
+    assert told["streamrl_lag_bound_steps", 'run="x"'] == run.world.config.lag.max_steps
+    assert alerts()["StreamrlLag"] == (
+        'streamrl_metric{name="lag/mean"} > on(namespace, run) streamrl_lag_bound_steps + 1'
+        " and on(namespace, run) streamrl_running == 1"
+    )
 
 
 def test_nobody_is_woken_for_a_redis_that_ended_with_its_run_but_for_a_run_that_crashed(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import redis
 from streamrl.config import schema
 from streamrl.errors import Fenced
 from streamrl.learner.groups.feed import Feed
-from streamrl.learner.groups.feed_parts import make_feed_parts
 from streamrl.learner.groups.fetch import fetch_groups
 from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.groups.open_feed import open_feed
 from streamrl.learner.groups.plan import GroupCheck, Kind, Plan
 from streamrl.learner.validation.validation import Validation
 from streamrl.protocol.transport.keys import WORKERS, Keys
@@ -36,16 +36,14 @@ def make_feed(
     num_prompts: int = NUM_PROMPTS,
     **sections: Any,
 ) -> Feed:
-    feed = Feed(
-        make_feed_parts(
-            stream=stream,
-            prompts=make_prompts(num_prompts),
-            config=make_config(training={"groups_per_step": 3}, **sections),
-            run_uid=UID,
-            fingerprint=MODEL,
-            drop_reason=drop_reason,
-            state=state,
-        )
+    feed = open_feed(
+        stream=stream,
+        prompts=make_prompts(num_prompts),
+        config=make_config(training={"groups_per_step": 3}, **sections),
+        run_uid=UID,
+        fingerprint=MODEL,
+        drop_reason=drop_reason,
+        state=state,
     )
     feed.note_version(make_version(term, 0), 0)
     return feed
@@ -70,7 +68,7 @@ async def run_to_end(feed: Feed, stream: LearnerStream, worker: WorkerStream, *,
             entries = stream.fetch("train", [entry.entry_id for entry in plan.entries])
             groups = [decode_body(decode_header(entry.header), entry.body) for entry in entries if entry is not None]
             assert [group.header.ticket for group in groups] == [entry.ticket for entry in plan.entries]
-            feed.settle(plan, [True] * len(groups))
+            feed.settle(plan, [GroupCheck.SOUND] * len(groups), trained=True)
             trained += [group.header.ticket for group in groups]
             state = feed.state()
             stream.commit(step=step, cursor=state.cursor, trim_below=state.trim_below)
@@ -104,7 +102,7 @@ async def test_a_new_learner_goes_on_from_the_commit_and_the_old_one_is_fenced(
     await answer_all(worker)
     first = old.plan(step=0, world_size=1, timeout_s=0.0)
     assert first is not None
-    old.settle(first, [True] * len(first.entries))
+    old.settle(first, [GroupCheck.SOUND] * len(first.entries), trained=True)
     committed = old.state()
     learner.commit(step=1, cursor=committed.cursor, trim_below=committed.trim_below)
     lost = old.plan(step=1, world_size=1, timeout_s=0.0)  # trained, but never committed
@@ -114,7 +112,7 @@ async def test_a_new_learner_goes_on_from_the_commit_and_the_old_one_is_fenced(
     feed = make_feed(successor, term=2, state=committed)
     trained = await run_to_end(feed, successor, worker)
     assert sorted(trained + [entry.ticket for entry in first.entries]) == list(range(NUM_PROMPTS))
-    old.settle(lost, [True] * len(lost.entries))
+    old.settle(lost, [GroupCheck.SOUND] * len(lost.entries), trained=True)
     with pytest.raises(Fenced):
         old.reconcile(step=1)
 
@@ -127,7 +125,7 @@ async def test_after_the_server_was_emptied_everything_not_trained_is_asked_for_
     await answer_all(worker)
     first = feed.plan(step=0, world_size=1, timeout_s=0.0)
     assert first is not None
-    feed.settle(first, [True] * len(first.entries))
+    feed.settle(first, [GroupCheck.SOUND] * len(first.entries), trained=True)
     client.flushall()
     learner.renew()  # notices
     trained = await run_to_end(feed, learner, worker)
@@ -156,7 +154,7 @@ async def test_a_run_stays_within_its_budget_of_bytes_and_frees_them_by_commits(
             feed.committed(feed.state(), step=0)
             num_commits += 1
         elif plan is not None:
-            feed.settle(plan, [True] * len(plan.entries))
+            feed.settle(plan, [GroupCheck.SOUND] * len(plan.entries), trained=True)
             num_trained += len(plan.entries)
         await answer_all(worker, num_tokens=500)
         entries = client.xrange(keys.groups("train"))
@@ -199,7 +197,7 @@ async def test_a_group_deleted_after_it_was_planned_is_missing_and_its_ticket_co
     fetched = fetch_groups(learner, travelled, rank=0, vocabulary=1000)
     verdicts = [GroupCheck(int(verdict)) for verdict in fetched.verdicts]
     assert verdicts == [GroupCheck.SOUND, GroupCheck.MISSING, GroupCheck.SOUND]
-    feed.settle(plan, verdicts)
+    feed.settle(plan, verdicts, trained=True)
     assert sorted(await run_to_end(feed, learner, worker)) == [n for n in range(NUM_PROMPTS) if n not in (0, 2)]
 
 
@@ -215,7 +213,7 @@ async def test_the_rank_that_read_a_group_trains_it_though_redis_has_lost_it(
     fetched = fetch_groups(learner, plan, rank=0, vocabulary=1000)
     assert [group.header.ticket for group in fetched.groups] == [entry.ticket for entry in plan.entries]
     assert fetched.verdicts.tolist() == [GroupCheck.SOUND] * 3
-    feed.settle(plan, [GroupCheck.SOUND] * 3)
+    feed.settle(plan, [GroupCheck.SOUND] * 3, trained=True)
     feed.reconcile(step=1)
     assert sorted(await run_to_end(feed, learner, worker)) == list(range(3, NUM_PROMPTS))
 

@@ -10,8 +10,9 @@ import pytest
 import redis
 
 from streamrl.ops.cli.main import main
-from streamrl.ops.monitor.history import History
-from streamrl.ops.monitor.runs import list_runs
+from streamrl.ops.monitor.history import HELD_OUT, History
+from streamrl.ops.monitor.poller import Watcher, look_once
+from streamrl.ops.monitor.runs import Opened, list_runs
 from streamrl.protocol.transport.keys import LONGEST_RECENT, LONGEST_THINNED, NUM_LEVELS, Keys, history_streams
 from streamrl.protocol.transport.learner import LearnerStream
 from streamrl.protocol.weights.file_store import FileStore
@@ -112,6 +113,24 @@ def test_a_long_watch_does_not_grow_for_ever(learner: LearnerStream, client: red
         history.refresh(client, keys)
     assert len(history.steps.records) <= 21
     assert (history.steps.records[0].step, history.steps.records[-1].step) == (1, 59)
+
+
+def test_one_look_has_all_validations_and_those_of_steps_that_count(
+    make_learner: MakeLearner, client: redis.Redis, keys: Keys
+) -> None:
+    first = make_learner(term=1)
+    ranks_nothing = {"val_rollouts/ranks": 0.0, "val_rollouts/num_unanswered": 9.0}
+    for step, reward in ((0, 0.2), (20, 0.4)):
+        record(first, *range(step + 1, step + 21))
+        first.record(step, {HELD_OUT: reward, f"{HELD_OUT}/exact": reward})
+    second = make_learner(term=2)
+    record(second, *range(31, 130))
+    second.record(21, {HELD_OUT: 0.5, f"{HELD_OUT}/exact": 0.5, **ranks_nothing})
+    watcher = Watcher(client, keys, server="here")
+    once, often = look_once(Opened(client=client, keys=keys, server="here")), watcher.look()
+    assert once.learner.held_out == often.learner.held_out == {"exact": (0.2, 0.4, 0.5)}
+    assert once.causes == often.causes
+    assert "validation_ranks_nothing" in {cause.name for cause in once.causes}
 
 
 @pytest.fixture

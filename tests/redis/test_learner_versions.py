@@ -8,6 +8,7 @@ import redis
 from streamrl.errors import TransportError
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.learner import LearnerStream
+from streamrl.protocol.transport.snapshot import snapshot
 from streamrl.protocol.transport.types import Announcement
 from streamrl.protocol.transport.worker import WorkerStream
 from streamrl.versions import make_version
@@ -33,6 +34,19 @@ async def test_manifests_that_are_not_kept_are_dropped(learner: LearnerStream, w
     learner.announce(Announcement(version=versions[3], base=0, step=0, manifest=b"m"), keep=[versions[1]])
     there = [await worker.announcements.manifest(version) for version in versions]
     assert there == [None, b"m", None, b"m"]
+
+
+async def test_the_versions_of_all_learners_are_counted_and_not_the_attempts(
+    make_learner: MakeLearner, client: redis.Redis, keys: Keys
+) -> None:
+    assert snapshot(client, keys).num_versions_published is None
+    first = make_learner(term=1)
+    for number in (0, 1, 1, 205):  # one call is repeated, and of the numbers between attempts have failed
+        first.announce(Announcement(version=make_version(1, number), base=0, step=0, manifest=b"m"), keep=[])
+    assert snapshot(client, keys).num_versions_published == 3
+    second = make_learner(term=2)
+    second.announce(Announcement(version=make_version(2, 7), base=0, step=0, manifest=b"m"), keep=[])
+    assert snapshot(client, keys).num_versions_published == 4
 
 
 async def test_an_anchor_beside_a_version_shows_to_who_reads_its_manifest_anew(

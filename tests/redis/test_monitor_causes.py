@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,12 @@ def test_a_learner_that_holds_its_lease_in_silence_is_restarting(run: Watched) -
         ("load the model", "starting", 500, "learner_starting", "stalled"),
         ("weights", "waiting", 5, "", "healthy"),
         ("weights", "waiting", 50, "publish_stuck", "stalled"),
+        ("publish", "working", 50, "publish_stuck", "stalled"),
         ("train", "working", 500, "learner_stuck", "stalled"),
+        ("checkpoint", "working", 5, "", "healthy"),
+        ("checkpoint", "working", 150, "saving", "healthy"),
+        ("export", "working", 1700, "saving", "healthy"),
+        ("export", "working", 1900, "learner_stuck", "stalled"),
         ("evaluation", "waiting", 5, "evaluating", "healthy"),
         ("stragglers", "waiting", 5, "stragglers", "healthy"),
         ("stragglers", "waiting", 500, "stragglers", "stalled"),
@@ -188,9 +194,30 @@ def test_a_learner_that_holds_its_lease_in_silence_is_restarting(run: Watched) -
 def test_what_the_learner_does_or_waits_for_is_told(
     run: Watched, doing: str, state: str, for_s: float, cause: str, verdict: str
 ) -> None:
+    run.record()
     run.learner(doing, state=state, for_s=for_s)
     run.worker()
     assert run.first() == (cause, verdict)
+
+
+def test_a_first_step_that_takes_long_is_no_fault(run: Watched) -> None:
+    run.learner("train", state="working", for_s=500)
+    run.worker()
+    assert run.first() == ("learner_stuck", "healthy")
+    assert run.view().causes[0].title == "the learner's first step takes long"
+    run.record()
+    assert run.first() == ("learner_stuck", "stalled")
+
+
+def test_a_learner_between_two_waits_is_not_stuck(run: Watched) -> None:
+    run.record()
+    publish(run, step=0)
+    run.learner("publish", state="working", for_s=500, since=time.time())  # the groups after it are waited for
+    run.worker()
+    assert run.first() == ("", "healthy")
+    run.learner("train", state="working", for_s=500, since=time.time())
+    run.worker()
+    assert run.first() == ("", "healthy")
 
 
 async def test_a_learner_at_work_as_long_as_its_steps_take_is_not_stuck(run: Watched) -> None:
@@ -360,6 +387,17 @@ async def test_a_worker_that_holds_tickets_and_finishes_none_is_stuck(run: Watch
     assert run.first() == ("workers_stuck", "stalled")
     run.worker(name="quick")
     assert run.first() == ("workers_stuck", "degraded")
+
+
+async def test_a_worker_whose_answers_or_rewards_take_long_is_not_stuck(run: Watched) -> None:
+    run.world.learner.plan()
+    await run.world.worker.lease(max_tickets=2, block_ms=0)
+    run.learner("train", state="working")
+    run.worker(for_s=500, detail={"tokens_per_s": 900})
+    assert run.first() == ("", "healthy")
+    run.record(**{"timers/generate": 10.0, "timers/reward": 90.0})
+    run.worker(for_s=500, detail={"tokens_per_s": 0})
+    assert run.first() == ("", "healthy")
 
 
 def test_workers_far_behind_on_weights_are_named(run: Watched) -> None:

@@ -29,11 +29,14 @@ def test_a_source_that_is_out_means_an_outage_though_workers_generate(run: Watch
 
 def test_an_environment_that_fails_is_named_with_its_words(run: Watched) -> None:
     run.learner("train", state="working")
-    told = {"rewards/environment/scored": 70, "rewards/environment/failed": 30}
+    told = {"rewards/environment/ended_lately": 100, "rewards/environment/failed_lately": 30}
     run.worker(detail={**told, "rewards/environment/error": "the environment failed in step: KeyError: 'board'"})
     assert run.first() == ("environment_fails", "degraded")
-    assert "30 of 100; the last one: the environment failed in step: KeyError: 'board'" in run.view().causes[0].evidence
-    run.worker(detail={**told, "rewards/environment/failed": 7})
+    assert (
+        "30 of the last 100; the last one: the environment failed in step: KeyError: 'board'"
+        in run.view().causes[0].evidence
+    )
+    run.worker(detail={**told, "rewards/environment/failed_lately": 7, "rewards/environment/failed": 5000})
     assert [cause.name for cause in run.view().causes] == [], "a few are any environment's"
 
 
@@ -48,7 +51,7 @@ async def test_an_environment_that_is_slow_or_hangs_is_named_and_its_worker_is_n
     told = run.view().causes[0].evidence
     assert "30 of 32 rollouts in flight, the oldest for 5m" in told
     assert "spent 40.0 s in the environment and 2.0 s in the model" in told
-    assert "workers_stuck" not in [cause.name for cause in run.view().causes]
+    assert not {"workers_stuck", "generation_is_slow"} & set(run.causes())
     run.worker(for_s=300, detail={**detail, "in_flight": 30})
     assert "environment_is_slow" not in [cause.name for cause in run.view().causes], "the model is what they wait for"
 
@@ -56,7 +59,9 @@ async def test_an_environment_that_is_slow_or_hangs_is_named_and_its_worker_is_n
 async def test_failures_of_every_ticket_name_the_error(run: Watched) -> None:
     await run.world.train_steps(3, failing=frozenset({0, 1, 2}))
     run.learner("groups")
-    run.worker(detail={"groups_failed": 6, "groups_delivered": 0})
+    run.worker(detail={"groups_failed": 60, "groups_failed_lately": 2, "groups_lately": 20})
+    assert "failing_tickets" not in run.causes(), "that outage is over"
+    run.worker(detail={"groups_failed": 6, "groups_failed_lately": 6, "groups_lately": 6})
     assert run.first() == ("failing_tickets", "stalled")
     assert "the engine said no" in run.view().causes[0].evidence
 
@@ -139,6 +144,48 @@ async def test_a_learner_that_waits_for_groups_says_how_fast_they_are_made(run: 
     assert run.first() == ("generation_is_slow", "degraded")
 
 
+async def test_workers_without_tickets_are_not_the_learners_fault_while_it_cannot_publish(run: Watched) -> None:
+    run.world.learner.plan()
+    await run.world.answer_all()
+    run.worker("tickets", state="waiting", for_s=20)
+    for doing, state in (("weights", "waiting"), ("publish", "working")):
+        run.learner(doing, state=state, for_s=40)
+        assert run.causes() == ["publish_stuck"]
+
+
+async def test_where_all_tickets_are_leased_a_larger_bound_is_advised(run: Watched) -> None:
+    run.world.learner.plan()
+    run.learner("groups", for_s=5)
+    run.worker(detail={"tokens_per_s": 70})
+    for num_leased, advice in ((2, "raise worker.max_groups_in_flight"), (4, "raise lag.max_steps")):
+        await run.world.worker.lease(max_tickets=num_leased, block_ms=0)
+        assert run.first() == ("generation_is_slow", "healthy")
+        assert advice in run.view().causes[0].remedy
+
+
+async def test_rewards_that_take_longer_than_answers_are_the_cause_and_not_the_engine(run: Watched) -> None:
+    run.world.learner.plan()
+    await run.world.worker.lease(max_tickets=6, block_ms=0)
+    run.learner("groups", for_s=5)
+    idle = {"rewards/exact/latency_s": 45.0, "rewards/exact/state": "well", "tokens_per_s": 0, "in_flight": 0}
+    run.worker(detail=idle)
+    assert run.causes() == ["rewards_are_slow"], "before the first step the sources' latency tells"
+    run.record(**{"timers/generate": 6.0, "timers/reward": 90.0})
+    assert run.causes() == ["rewards_are_slow"]
+    assert "6.0 s to generate and 90.0 s to score; the slowest source, exact, takes 45.0 s" in (
+        run.view().causes[0].evidence
+    )
+    assert "raise lag.max_steps" in run.view().causes[0].remedy
+    run.worker(detail={**idle, "waiting": 12})
+    assert run.causes() == ["generation_is_slow"], "samples queue for the engine"
+    run.worker(detail=idle)
+    run.record(**{"timers/generate": 90.0, "timers/reward": 6.0})
+    assert run.causes() == ["generation_is_slow"]
+    run.learner("groups", for_s=500)
+    run.record(**{"timers/generate": 6.0, "timers/reward": 90.0})
+    assert run.first() == ("rewards_are_slow", "degraded")
+
+
 async def test_an_engine_that_computes_another_model_than_the_learner_is_told_of(run: Watched) -> None:
     await run.world.train_steps(1)
     for _ in range(3):
@@ -197,7 +244,7 @@ async def test_a_disk_that_takes_no_checkpoint_is_told_of(run: Watched) -> None:
 async def test_dead_letters_call_for_somebody(run: Watched) -> None:
     await run.world.train_steps(2, failing=frozenset({1}))
     run.learner("train", state="working")
-    run.worker(detail={"groups_failed": 2, "groups_delivered": 20})
+    run.worker(detail={"groups_failed_lately": 2, "groups_lately": 20})
     assert run.first() == ("dead_letters", "degraded")
     assert "the engine said no" in run.view().causes[0].evidence
 

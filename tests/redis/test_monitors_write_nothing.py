@@ -75,7 +75,7 @@ def test_no_monitor_writes(run: Watched, client: redis.Redis, tmp_path: Path) ->
 def test_a_reader_needs_no_more_than_the_right_to_read(run: Watched, client: redis.Redis) -> None:
     """A user of Redis who may read, and nothing else."""
     client.acl_setuser(
-        "monitor",
+        "onlooker",
         enabled=True,
         passwords=["+secret"],
         keys=["streamrl:*"],
@@ -85,7 +85,7 @@ def test_a_reader_needs_no_more_than_the_right_to_read(run: Watched, client: red
     )
     try:
         path = run.world.url.removeprefix("unix://")
-        url = f"unix://monitor:secret@{path}"
+        url = f"unix://onlooker:secret@{path}"
         command = [
             sys.executable,
             "-m",
@@ -101,7 +101,7 @@ def test_a_reader_needs_no_more_than_the_right_to_read(run: Watched, client: red
         with pytest.raises(redis.exceptions.NoPermissionError):
             redis.Redis.from_url(url).hset("streamrl:x", "a", "b")
     finally:
-        client.acl_deluser("monitor")
+        client.acl_deluser("onlooker")
 
 
 def test_what_a_monitor_cannot_read_hides_nothing_else(run: Watched, client: redis.Redis) -> None:

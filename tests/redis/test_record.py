@@ -117,6 +117,25 @@ async def test_groups_that_went_by_unseen_are_counted(
         assert tap.num_missed is None
 
 
+@pytest.mark.parametrize("all_trimmed", [False, True])
+async def test_groups_that_went_by_between_two_sessions_are_not_counted_as_none(
+    world: RunWorld, tmp_path: Path, client: redis.Redis, capsys: pytest.CaptureFixture[str], all_trimmed: bool
+) -> None:
+    stream = world.keys.groups("train")
+    await world.answer_all()
+    is_counted = record_once(world, tmp_path / "recording", capsys)["missed"] is not None
+    again = record_once(world, tmp_path / "recording", capsys)
+    assert (again["groups"], again["missed"]) == (0, 0 if is_counted else None)
+    client.xtrim(stream, maxlen=0)
+    again = record_once(world, tmp_path / "recording", capsys)
+    assert again["missed"] == (0 if is_counted else None), "all of these were recorded"
+    for _ in range(2):
+        client.xadd(stream, {"n": "0"})
+    client.xtrim(stream, maxlen=0 if all_trimmed else 1, approximate=False)
+    again = record_once(world, tmp_path / "recording", capsys)
+    assert (again["groups"], again["missed"]) == (0 if all_trimmed else 1, None)
+
+
 def test_a_session_of_a_run_that_is_removed_ends_and_says_so(
     world: RunWorld, tmp_path: Path, client: redis.Redis
 ) -> None:

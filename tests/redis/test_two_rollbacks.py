@@ -13,7 +13,7 @@ import pytest
 import redis
 
 from streamrl.learner.groups.fetch import fetch_groups
-from streamrl.learner.groups.plan import Kind
+from streamrl.learner.groups.plan import GroupCheck, Kind
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import read_letters, request_retries
 from tests.feed_world import rows_drawn
@@ -59,7 +59,7 @@ class Trained:
             fetched = fetch_groups(learner.stream, plan, rank=0, vocabulary=1000)
             for group in fetched.groups:
                 self.prompts.setdefault(group.header.ticket, []).append(group.prompt_ids.tolist())
-            learner.train(plan, [int(verdict) for verdict in fetched.verdicts])
+            learner.train(plan, [GroupCheck(int(verdict)) for verdict in fetched.verdicts])
         return plan.kind
 
     async def finish(self, world: RunWorld) -> None:

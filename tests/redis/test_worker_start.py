@@ -15,7 +15,7 @@ from streamrl.permissions import Permissions
 from streamrl.protocol.transport.connection import connect
 from streamrl.protocol.transport.embedded import EmbeddedRedis
 from streamrl.protocol.transport.keys import Keys
-from streamrl.workers.options import Options
+from streamrl.workers.main import Options
 from streamrl.workers.service import run_stream, serve
 from tests.feed_world import make_config
 from tests.helpers import wait_until

@@ -10,7 +10,7 @@ import pytest
 from streamrl.errors import OtherSchema, ResourceError
 from streamrl.protocol.transport.types import RunInfo, RunState
 from streamrl.telemetry.progress import Progress
-from streamrl.workers.await_run import await_run
+from streamrl.workers.follow_run import await_run
 from tests.feed_world import Clock
 
 HOUR_S = 3600.0

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import dump_config
+from streamrl.learner.admission.claim import REPLAY
 from streamrl.ops.cli.main import main
 from tests.feed_world import make_config
 from tests.run_folder import RunFolder, clean_folder
@@ -99,8 +100,18 @@ def test_of_a_run_whose_embedded_server_has_ended_the_folder_is_audited(
     assert not (folder.path / "redis").exists(), "nothing is started"
 
 
-def test_a_server_of_ones_own_must_answer_unless_the_folder_alone_is_asked_for(folder: RunFolder) -> None:
+def test_a_replay_has_no_server_that_could_be_audited(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder.path / "config.yaml").write_text(dump_config(make_config(redis={"url": "unix:///none.sock"})))
+    (folder.path / REPLAY).touch()
+    assert main(["audit", str(folder.path)]) == 0
+    assert "not checked without Redis" in capsys.readouterr().out
+
+
+def test_a_server_of_ones_own_must_answer_unless_the_folder_alone_is_asked_for(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = make_config(redis={"url": "unix:///none.sock"})
     (folder.path / "config.yaml").write_text(dump_config(config))
     assert main(["audit", str(folder.path)]) == 2
+    assert "; --folder-only audits without it" in capsys.readouterr().err
     assert main(["audit", str(folder.path), "--folder-only"]) == 0

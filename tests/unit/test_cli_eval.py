@@ -18,7 +18,7 @@ from streamrl.errors import DataError
 from streamrl.ops.cli.main import main
 from streamrl.ops.cli.models.subject import Subject
 from streamrl.workers.engines.model import read_model
-from streamrl.workers.rewards.mixing import build_rewards
+from streamrl.workers.rewards.build import build_rewards
 from tests.replay_world import make_entries, make_recording, make_replay_run, run_replay
 from tests.tiny_models import make_model
 

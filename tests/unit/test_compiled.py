@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from structlog.testing import capture_logs
 from torch._dynamo.backends.common import aot_autograd
@@ -16,17 +17,23 @@ from torch._functorch.compilers import nop
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointState
+from streamrl.learner.checkpoints.export import write_weights
+from streamrl.learner.checkpoints.terms import CheckpointName
+from streamrl.learner.groups.ledger import FeedState
 from streamrl.learner.loading import load
 from streamrl.learner.loading.build import build_model
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.model.compiled import all_compile, compile_layers, compiles, refuse_compiling, with_layers
 from streamrl.learner.model.logits import Chunk, Functions, Head, InPlace, OrInPlace, Reduced
 from streamrl.learner.model.policy import Policy, evaluating
+from streamrl.learner.objective.optimizer import make_optimizer
 from streamrl.learner.packing.attention import MASKED
 from streamrl.learner.packing.pack import pack
 from streamrl.learner.parallel.dtensors import whole
 from streamrl.learner.process.ranks import World
 from tests.learner_cases import learner_config
+from tests.shards import write_shard
 from tests.tiny_families import make_family
 from tests.unit.test_packing import piece
 
@@ -224,3 +231,24 @@ def test_a_mixture_a_recurrence_and_a_machine_without_a_compiler_are_refused(
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(ConfigError, match=r"model\.compile = true: .* no no-such-compiler on PATH; install one"):
         refuse_compiling(dense)
+
+
+def test_what_a_run_with_compiled_layers_has_learned_is_read_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_family(tmp_path / "model", "llama")
+    model = schema.Model(path=str(folder), dtype="float32", compile=True)
+    config = learner_config(folder, dir=tmp_path, model=model)
+    policy = load_policy(with_layers(config, compiled=False), ALONE, (1,))
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter += 0.25
+    write_shard(tmp_path, policy, make_optimizer(policy, config.optimizer), ALONE)
+    state = CheckpointState(run_uid="", step=1, stream=FeedState(), data_fingerprint="", extra={})
+    checkpoint = Checkpoint(name=CheckpointName(1, 1), folder=tmp_path, state=state)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+    write_weights(config, tmp_path / "weights.safetensors", checkpoint=checkpoint)
+
+    found = safetensors.torch.load_file(tmp_path / "weights.safetensors")
+    assert all(torch.equal(found[name], tensor) for name, tensor in policy.model.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from streamrl.config import schema
 from streamrl.config.changes import changes, check_changes, refusal_of
 from streamrl.config.explain import known_keys
 from streamrl.errors import ConfigError
-from streamrl.learner.checkpoints.resume import changed_since_checkpoint
+from streamrl.learner.admission.claim import claim_folder
+from streamrl.learner.checkpoints.resume import changed_since_checkpoint, find_checkpoint, fork
+from tests.feed_world import make_prompts
 from tests.made_checkpoint import make_checkpoint
 
 
@@ -238,6 +241,35 @@ def test_relative_paths_of_a_run_in_an_absolute_folder_begin_where_it_worked(
     (tmp_path / "first").rename(tmp_path / "moved")
     monkeypatch.chdir(tmp_path / "moved")
     assert keys_refused(f"{tmp_path}/moved/a.py:near", f"{tmp_path}/moved/sft") == []
+
+
+def test_a_run_without_a_checkpoint_of_its_own_keeps_the_settings_of_its_groups(tmp_path: Path) -> None:
+    """They may still be in Redis; and it is told how it begins from nothing."""
+    begun = make_config(dir=str(tmp_path))
+    hotter = make_config(dir=str(tmp_path), sampling={"temperature": 0.5})
+    claim_folder(begun, make_prompts(4))
+    with pytest.raises(
+        ConfigError, match=r"temperature: 1.0 -> 0.5.*\n.* no checkpoint yet, .* remove .*`streamrl runs rm"
+    ):
+        changed_since_checkpoint(hotter)
+    assert changed_since_checkpoint(make_config(dir=str(tmp_path), optimizer={"lr": 1.0})) == []
+    with pytest.raises(ConfigError):
+        claim_folder(hotter, make_prompts(4))
+    assert len(list((begun.folder / "terms").iterdir())) == 1
+    shutil.rmtree(begun.folder)
+    claim_folder(hotter, make_prompts(4))
+
+
+def test_a_fork_may_change_everything_until_a_learner_has_taken_it(tmp_path: Path) -> None:
+    old = make_config(dir=str(tmp_path), name="old")
+    make_checkpoint(old)
+    fork(find_checkpoint(str(old.folder)), tmp_path / "new", new_data=True)
+    new = make_config(dir=str(tmp_path), name="new", sampling={"temperature": 0.5})
+    assert changed_since_checkpoint(new) == []
+    claim_folder(new, make_prompts(4))
+    assert changed_since_checkpoint(new) == []
+    with pytest.raises(ConfigError, match=r"temperature: 0.5 -> 0.7.*\n.*--fork"):
+        changed_since_checkpoint(make_config(dir=str(tmp_path), name="new", sampling={"temperature": 0.7}))
 
 
 def test_a_notebooks_functions_move_with_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,7 @@ def test_the_defaults_contradict_nothing(good: Path) -> None:
             "give weights.store on the command line",
         ),
         ("dir=~/runs", "dir = '~/runs': ", "or give dir on the command line with $HOME in double quotes"),
+        ("dir=s3://bucket/runs", "dir = 's3:/bucket/runs': ", "a folder on a disk"),
         ("dir='${SCRATCH}/runs'", "dir = '${SCRATCH}/runs': ", "write the path out"),
     ],
 )

@@ -22,7 +22,7 @@ from streamrl.learner.packing.attention import MASKED
 from streamrl.learner.packing.micro_batches import MicroBatch, Shape
 from streamrl.learner.packing.pack import empty_micro_batch, pack
 from streamrl.learner.packing.ways import ways_of
-from streamrl.learner.parallel.context import Parts, idle, refuse_heads, repeats, share
+from streamrl.learner.parallel.context import ContextSplit, idle, refuse_heads, repeats, share
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.routes import RouteShape
 from tests.learner_cases import random_groups
@@ -33,8 +33,8 @@ from tests.unit.test_wire_routes import random_routes
 CPU = torch.device("cpu")
 
 
-def part(at: int, of: int) -> Parts:
-    return Parts(at=at, of=of, group=cast(Any, None))
+def part(at: int, of: int) -> ContextSplit:
+    return ContextSplit(at=at, of=of, group=cast(Any, None))
 
 
 def shape(at: int, of: int, *, varlen: bool = False) -> Shape:

@@ -12,7 +12,8 @@ import pytest
 from streamrl.crashpoints import Point, SimulatedCrash, armed
 from streamrl.learner.groups.curriculum import open_order
 from streamrl.learner.groups.draws import DrawLog, Draws
-from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.groups.ledger import CurriculumState, FeedState, Ledger
+from streamrl.protocol.transport.types import Letter
 from tests.curriculum_world import NUM_PROMPTS, NUM_SAMPLES, learn, make_world, rows_of
 from tests.feed_world import planned, state_of
 
@@ -200,3 +201,24 @@ class Run:
     def _gradient(self, number: int) -> np.ndarray:
         step: np.ndarray = 0.5 * np.std(self.answered[number]) * (np.arange(NUM_PROMPTS) == self.asked[number])
         return step
+
+
+def test_a_ticket_keeps_its_prompt_when_the_curriculum_is_switched_off() -> None:
+    """A dead one too, which may be retried; and through further checkpoints, with and without a curriculum."""
+    drawn = CurriculumState(num_drawn=9, num_visited=20, places={4: (0, 7), 5: (1, 3), 8: (1, 0)})
+    ledger = Ledger()
+    ledger.issued = 6
+    for number in range(4):
+        ledger.resolve(number, "trained", step=1)
+    ledger.die(4, Letter("no answer", 0.0), step=1)
+    state: CurriculumState | None = drawn
+    for on in (False, False, True, False):
+        world = make_world(on=on)
+        stream = FeedState(ledger=ledger.state(), curriculum=state)
+        order = open_order(world.config, world.prompts, state=stream)
+        assert (order.locate(4), order.locate(5)) == ((0, 7), (1, 3))
+        state = order.state(ledger)
+    assert order.locate(8) == world.prompts.locate(8), "it was not asked yet"
+    ledger.letters.clear()
+    ledger.resolve(5, "trained", step=2)
+    assert order.state(ledger) is None

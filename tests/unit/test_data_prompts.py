@@ -3,13 +3,14 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from streamrl.data.dataset import Dataset
 from streamrl.data.prompts import read_prompts
+from streamrl.data.texts import read_texts
 from streamrl.errors import DataError
 from streamrl.protocol.wire.ticket import decode_ticket, encode_ticket
 from streamrl.workers.rewards.base import ScoreItem
@@ -182,13 +183,45 @@ def test_a_malformed_line_is_an_error_that_names_file_and_line(tmp_path: Path, l
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "told"), [("x.csv", "{hub: FOLDER, prompt: COLUMN}"), ("folder", "is a folder")])
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("x.csv", "{hub: FOLDER, prompt: COLUMN} reads a folder of such files"),
+        ("x.tsv", "{hub: FOLDER, prompt: COLUMN} reads a folder of such files"),
+        ("x.xlsx", "save it as CSV in a folder, which {hub: FOLDER, prompt: COLUMN} reads"),
+        ("folder", "is a folder"),
+    ],
+)
 def test_what_is_no_file_of_json_lines_is_told_how_it_is_read(tmp_path: Path, name: str, told: str) -> None:
-    (tmp_path / "x.csv").write_text("text,answer\na,b\n")
+    for table in ("x.csv", "x.tsv", "x.xlsx"):
+        (tmp_path / table).write_text("text,answer\na,b\n")
     (tmp_path / "folder").mkdir()
     with pytest.raises(DataError, match=r"data\.validation: ") as caught:
         read_prompts(tmp_path / name, malformed="error", key="data.validation")
     assert told in str(caught.value)
+
+
+ROWS = [{"text": "a"}, {"text": "b"}]
+
+
+@pytest.mark.parametrize("malformed", ["error", "skip"])
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        (json.dumps(ROWS, indent=2), "jq -c '.[]' FILE"),
+        (json.dumps(ROWS), "jq -c '.[]' FILE"),
+        ('[{"text": "a"},\n{"text": "b"}\n]', "jq -c '.[]' FILE"),  # whose last row alone is a line of its own
+        (json.dumps(ROWS[0], indent=2), "jq -c . FILE"),
+    ],
+)
+def test_a_file_of_json_that_is_no_lines_is_told_how_to_make_lines_of_it(
+    tmp_path: Path, text: str, remedy: str, malformed: Literal["error", "skip"]
+) -> None:
+    with pytest.raises(DataError, match=r"train\.jsonl:1: a JSON .*; write one object per line: ") as caught:
+        read_prompts(write(tmp_path, text), malformed=malformed)
+    assert f"`{remedy}`" in str(caught.value)
+    with pytest.raises(DataError, match=r"train\.jsonl:1: a JSON .*; write one object per line: "):
+        list(read_texts(tmp_path / "train.jsonl", "prompt", "completion", what="demonstrations"))
 
 
 def test_a_line_of_the_largest_size_fits_into_a_ticket_however_close_it_is_written(tmp_path: Path) -> None:
@@ -199,7 +232,7 @@ def test_a_line_of_the_largest_size_fits_into_a_ticket_however_close_it_is_writt
 
 
 def test_malformed_lines_are_skipped_and_counted_where_asked_for(tmp_path: Path) -> None:
-    file = read_prompts(write(tmp_path, "{", '{"text": "a"}', "5"), malformed="skip")
+    file = read_prompts(write(tmp_path, "{'", '{"text": "a"}', "5"), malformed="skip")
     assert [row.text for row in file.rows] == ["a"]
     assert file.num_skipped == 2
 
@@ -207,10 +240,12 @@ def test_malformed_lines_are_skipped_and_counted_where_asked_for(tmp_path: Path)
 def test_a_missing_file_names_the_setting_and_the_path(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.validation: no such file: .*nowhere\.jsonl"):
         read_prompts(tmp_path / "nowhere.jsonl", malformed="error", key="data.validation")
+    with pytest.raises(DataError, match=r"no such file: ~/x\.jsonl; ~ is taken literally: write the path out$"):
+        read_prompts("~/x.jsonl", malformed="error")
 
 
 def test_a_file_without_prompts_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no prompts"):
         read_prompts(write(tmp_path, ""), malformed="error")
     with pytest.raises(DataError, match="2 malformed lines were skipped"):
-        read_prompts(write(tmp_path, "{", "["), malformed="skip")
+        read_prompts(write(tmp_path, "{'", "["), malformed="skip")

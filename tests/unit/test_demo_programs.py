@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from streamrl.demos.run import Trials, program, run_all
+from streamrl.demos.quickstart import write_base_model
+from streamrl.demos.run import Trials, program, run_all, write_rows
 from streamrl.errors import PartError, UserError
 from streamrl.ops.launch.processes import Command
 
@@ -85,3 +86,17 @@ def test_rewards_are_tried_before_the_model_is_there_and_the_user_has_the_last_w
         trials.undergo([f"data.train={rows}", f"data.validation={rows}", f"model.path={tmp_path / 'none'}"])
 
     assert trials.are_made
+
+
+def test_a_full_disk_is_told_with_the_file_that_did_not_fit(tmp_path: Path) -> None:
+    rows, weights, settings = (tmp_path / name for name in ("rows.jsonl", "model.safetensors", "config.json"))
+    for file in (rows, weights, settings):
+        file.symlink_to("/dev/full")
+
+    with pytest.raises(OSError, match=str(rows)):
+        write_rows(rows, [{"prompt": "1<"}])
+    with pytest.raises(OSError, match=str(weights)):
+        write_base_model(tmp_path, seed=0)
+    weights.unlink()
+    with pytest.raises(OSError, match=str(settings)):
+        write_base_model(tmp_path, seed=0)

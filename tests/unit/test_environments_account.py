@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import SampleError
-from streamrl.workers.environments.account import Account
+from streamrl.workers.environments.playing import Account
 from streamrl.workers.sessions.trace import Played, Trace
 
 
@@ -31,6 +31,18 @@ def test_it_tells_who_is_under_way_for_how_long_and_where_those_before_spent_the
     facts = account.facts()
     assert (facts["under_way"], facts["oldest_s"], facts["scored"], facts["failed"]) == (0, 0.0, 2, 0)
     assert (facts["model_s"], facts["latency_s"]) == (2.0, 4.0)
+
+
+def test_an_outage_that_is_over_is_forgotten_after_a_hundred_rollouts() -> None:
+    account = Account()
+    for _ in range(50):
+        with pytest.raises(SampleError), account.rollout():
+            raise SampleError("the environment is away")
+    assert (account.facts()["ended_lately"], account.facts()["failed_lately"]) == (50, 50)
+    for _ in range(100):
+        account.played(played(model_s=1.0, environment_s=1.0))
+    assert (account.facts()["ended_lately"], account.facts()["failed_lately"]) == (100, 0)
+    assert account.facts()["failed"] == 50
 
 
 def test_a_failure_is_counted_with_its_words_and_one_that_was_given_up_is_none() -> None:

@@ -34,6 +34,7 @@ class FakeLibrary:
         self.logged: list[Mapping[str, float]] = []
         self.defined: list[tuple[str, str | None]] = []  # metrics, and what their curves are drawn against
         self.folder, self.flushed, self.begun = "", 0, {}
+        self.purged_from: int | None = None
         self.ended: list[str | int] = []
         self.trouble: Exception | None = None  # of whoever begins
         self.num_begun = 0
@@ -47,9 +48,9 @@ class FakeLibrary:
         if self.trouble is not None:
             raise self.trouble
 
-    def SummaryWriter(self, folder: str) -> FakeLibrary:
+    def SummaryWriter(self, folder: str, *, purge_step: int) -> FakeLibrary:
         self._begin()
-        self.folder = folder
+        self.folder, self.purged_from = folder, purge_step
         return self
 
     def add_scalar(self, name: str, value: float, step: int) -> None:
@@ -90,6 +91,7 @@ def test_tensorboard_gets_each_metric_at_its_step_and_writes_it_out(tmp_path: Pa
     [exporter] = open_exporters(config, run_uid="uid", load=lambda _: library)
     exporter.step(3, {"train_optim/loss": 0.5})
     assert library.folder == str(config.folder / "tensorboard")
+    assert library.purged_from == 3, "steps that an earlier learner made and lost are drawn once"
     assert library.scalars == [("train_optim/loss", 0.5, 3)]
     assert library.flushed == 1
 
@@ -201,6 +203,7 @@ def test_both_are_told_of_the_end(tmp_path: Path, failed: bool, exit_code: int) 
     library = FakeLibrary()
     config = config_with(tmp_path, tensorboard=True, wandb=schema.Wandb())
     for exporter in open_exporters(config, run_uid="uid", load=lambda _: library):
+        exporter.step(1, {"train_optim/loss": 0.5})
         exporter.close(failed=failed)
     assert library.ended == ["closed", exit_code]
 

@@ -106,7 +106,7 @@ def test_what_a_family_learns_is_what_transformers_says(tmp_path: Path, family: 
     policy = policy_of(folder)
     assert str(policy.way) == table()[family][0]
     assert_same(packed(policy), plain(folder))
-    assert policy.effort.on(PIECES) > 0
+    assert policy.flops.of_pass(PIECES) > 0
 
 
 @pytest.mark.long

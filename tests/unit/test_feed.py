@@ -62,7 +62,7 @@ def test_new_tickets_wait_until_the_weights_of_the_step_are_out() -> None:
     world.answer_all()
     plan = world.plan()
     assert plan is not None
-    world.feed.settle(plan, [True, True])
+    world.feed.settle(plan, [GroupCheck.SOUND] * 2, trained=True)
     assert world.tickets() == {}
     world.step += 1
     world.publish()

@@ -17,6 +17,7 @@ from streamrl.config.load import load_config
 from streamrl.config.schema import Config
 from streamrl.ops.cli.main import main
 from streamrl.ops.launch.finished import nothing_left_of
+from tests.made_checkpoint import make_checkpoint
 from tests.run_folders import make_folder
 
 BY_ITS_DATA = {"training.max_steps": -1}
@@ -51,6 +52,32 @@ def test_a_finished_run_is_not_started_again_for_nothing(
     assert sorted(folder.rglob("*")) == before
     assert main(["up", str(folder / "config.yaml"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["trained"] == 48
+
+
+def finished_with_checkpoint(root: Path) -> Path:
+    folder = make_folder(root, "big", "finished")
+    make_checkpoint(load_config(folder / "config.yaml").config)
+    return folder
+
+
+def test_a_finished_run_refuses_the_changes_that_a_stopped_one_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else its result would pass for that of other settings."""
+    folder = finished_with_checkpoint(tmp_path)
+    assert main(["up", str(folder / "config.yaml"), "seed=7", "--json"]) == 2
+    told = capsys.readouterr()
+    assert (told.out, "error: seed: 1234 -> 7: it decides which prompts" in told.err) == ("", True)
+
+
+def test_a_finished_run_tells_which_new_settings_it_has_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = finished_with_checkpoint(tmp_path)
+    assert main(["up", str(folder / "config.yaml"), "optimizer.lr=3e-5", "--json"]) == 0
+    told = capsys.readouterr()
+    assert re.fullmatch(r"not used, since the run has finished: optimizer.lr: .* -> 3e-05\n", told.err)
+    assert json.loads(told.out)["trained"] == 48
 
 
 def test_the_ways_to_go_on_after_a_finished_run_keep_what_was_overridden(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,14 @@ import pytest
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot, CheckpointState
-from streamrl.learner.checkpoints.resume import ANY_DATA, check_steps, find_checkpoint, fork
+from streamrl.learner.checkpoints.resume import (
+    ANY_DATA,
+    check_data_left,
+    check_model,
+    check_steps,
+    find_checkpoint,
+    fork,
+)
 from streamrl.learner.checkpoints.scores import BEST_METRIC, write_score
 from streamrl.learner.checkpoints.sealed import MANIFEST
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry, claim_run
@@ -20,6 +29,8 @@ from streamrl.learner.groups.ledger import CurriculumState, Ending, FeedState, L
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.cli.main import main
 from tests.helpers import make_unreadable
+from tests.learner_cases import learner_config
+from tests.made_checkpoint import make_checkpoint
 
 
 def make_run(folder: Path, *, steps: Mapping[int, float | None], curriculum: CurriculumState | None = None) -> Path:
@@ -162,6 +173,29 @@ def test_a_fork_that_would_have_no_step_to_make_is_refused(old: Path) -> None:
         check_steps(source, schema.Training(max_steps=20))
 
 
+@pytest.mark.parametrize(
+    ("lora", "more", "told"),
+    [
+        ({"alpha": 64.0}, {}, r"model\.lora\.alpha: 32\.0 -> 64\.0: .* the weights that the former trains"),
+        ({"rank": 16}, {}, r"model\.lora\.rank: 32 -> 16"),
+        ({"targets": ("q_proj",)}, {}, r"model\.lora\.targets: "),
+        (None, {}, r"model\.lora"),
+        ({}, {"router": "frozen"}, r"model\.router: .trained. -> .frozen."),
+        ({"dropout": 0.5}, {"dtype": "float32"}, None),
+    ],
+)
+def test_a_fork_that_would_train_other_weights_is_refused(
+    tmp_path: Path, lora: dict[str, Any] | None, more: dict[str, Any], told: str | None
+) -> None:
+    before = learner_config(tmp_path / "model", dir=tmp_path, model=schema.Model(path="m", lora=schema.Lora()))
+    make_checkpoint(before)
+    source = find_checkpoint(str(before.folder))
+    model = schema.Model(path="m", lora=None if lora is None else schema.Lora(**lora), **more)
+    after = before.model_copy(update={"model": model})
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        check_model(source, after)
+
+
 def test_the_old_run_does_not_notice(old: Path, tmp_path: Path) -> None:
     def content() -> dict[str, bytes]:
         return {str(path): path.read_bytes() for path in sorted(old.rglob("*")) if path.is_file()}
@@ -200,6 +234,62 @@ def test_a_fork_may_forbid_that_it_is_resumed(old: Path, tmp_path: Path, capsys:
     assert newest(tmp_path / "new").state.step == 30
     assert main(words) == 2
     assert "checkpoint.resume = false, but " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["", "train-00000-of-00001.safetensors"])
+def test_a_checkpoint_that_its_run_removes_before_the_fork_has_it_is_told_as_that(
+    old: Path, tmp_path: Path, what: str
+) -> None:
+    source = find_checkpoint(f"{old}@20")
+    gone = source.folder / what
+    if what:
+        (source.folder / MANIFEST).unlink()
+        gone.unlink()
+    else:
+        shutil.rmtree(gone)
+    with pytest.raises(DataError, match="its run has removed it meanwhile"):
+        fork(source, tmp_path / "new", new_data=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_fork_is_not_made_of_files_that_are_damaged(old: Path, tmp_path: Path) -> None:
+    source = find_checkpoint(f"{old}@20", digests=False)
+    (source.folder / "train-00000-of-00001.safetensors").write_bytes(b"weights of 21")
+    with pytest.raises(DataError, match="contents do not match their digest; fork from another checkpoint"):
+        fork(source, tmp_path / "new", new_data=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_a_fork_goes_on_only_if_its_source_has_left_data(old: Path, tmp_path: Path) -> None:
+    config = learner_config(tmp_path / "model", dir=tmp_path, name="new")
+
+    def check(num_places: int) -> None:
+        check_data_left(config, num_places=num_places)
+
+    check(4)  # there is no checkpoint yet
+    fork(find_checkpoint(f"{old}@20"), tmp_path / "new", new_data=False)
+    check(4)  # three of its tickets are open
+    fork(find_checkpoint(str(used_up(tmp_path / "used-up"))), tmp_path / "next", new_data=False)
+    config = config.model_copy(update={"name": "next"})
+    check(5)
+    with pytest.raises(
+        ConfigError, match=r"training\.max_epochs = 1: .*used-up/.* has used up the data; .* --new-data"
+    ):
+        check(4)
+
+
+def used_up(folder: Path) -> Path:
+    """A run whose four tickets have all ended."""
+    root, uid = CheckpointRoot(folder), claim_run(folder)
+    ledger = Ledger()
+    ledger.issued = 4
+    for number in range(4):
+        ledger.resolve(number, "trained", step=1)
+    name = CheckpointName(root.claim_term(uid).number, 1)
+    root.new_folder(name)
+    stream = FeedState(ledger=ledger.state(), uncommitted=ledger.uncommitted)
+    root.commit(name, CheckpointState(run_uid=uid, step=1, stream=stream, data_fingerprint="data"))
+    return folder
 
 
 def test_a_fork_that_fails_leaves_nothing(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

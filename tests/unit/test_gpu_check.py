@@ -19,7 +19,7 @@ from bench.gpu_check.__main__ import Part, run_part
 from bench.gpu_check.rows import Outcome, Row, Scale, as_json, table
 from bench.gpu_check.shares import kind_of
 from bench.learner_gpu import SIZES
-from streamrl.learner.model.flops import peak_of
+from streamrl.learner.metrics.gpu import peak_of
 from tests.helpers import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -109,7 +109,13 @@ def test_what_a_run_says_of_paths_that_only_a_gpu_has_is_told(tmp_path: Path) ->
         ("NVIDIA H200", 989e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100X", 312e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+        ("NVIDIA RTX A1000", None),
         ("NVIDIA L4", 121e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce RTX 4090", 165e12),

@@ -153,3 +153,9 @@ def test_a_pattern_that_was_too_slow_often_enough_is_not_searched_any_more() -> 
     assert [search("x" * 60 + "!y") for _ in range(200)] == [None] * 200
     assert time.process_time() - began < 30.0
     assert search("xy") is None
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_the_interval_holds_its_share_whatever_the_rounding(share: float) -> None:
+    bounds = [wilson(share, num_prompts) for num_prompts in range(1, 2000)]
+    assert all(low <= share <= high for low, high in bounds)

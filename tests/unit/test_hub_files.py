@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,16 @@ def test_a_trained_mixture_of_experts_is_read_back_bit_for_bit(tmp_path: Path, f
     trained = dict(policy.model.named_parameters())
     assert read.keys() == trained.keys()
     assert all(torch.equal(read[name], trained[name].bfloat16().float()) for name in read)
+
+
+def test_generation_defaults_that_transformers_warns_about_are_exported_as_they_are(tmp_path: Path) -> None:
+    """As of Vicuna and others: settings of sampling beside greedy decoding, which `save_pretrained` refuses."""
+    folder = make_family(tmp_path / "model", "llama")
+    defaults = {"temperature": 0.9, "top_p": 0.6, "max_length": 4096, "eos_token_id": 1}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    write(load_model(str(folder)), folder, tmp_path / "found", torch.float32)
+    found = json.loads((tmp_path / "found" / "generation_config.json").read_text())
+    assert found.items() >= defaults.items()
 
 
 def test_a_tensor_that_was_never_given_is_named(tmp_path: Path) -> None:

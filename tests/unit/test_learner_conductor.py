@@ -149,6 +149,18 @@ def test_a_pass_over_the_data_is_one_epoch_though_dead_tickets_were_retried_unde
     assert [metrics["train_rollouts/epoch"] for _, metrics in scene.stream.records] == [1.0, 1.0]
 
 
+def test_a_batch_is_progress_also_where_no_step_is_made_of_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.progress.working("train")
+    for trained in (True, False):
+        scene.clock.advance(60.0)
+        scene.progress.working("train")
+        entry = PlanEntry(entry_id="5-1", ticket=3, digest=1, rank=0)
+        scene.conductor.settle(Plan(kind=Kind.STEP, step=0, entries=(entry,)), [GroupCheck.SOUND], trained=trained)
+        report = scene.progress.report()
+        assert report.at - report.last_progress == pytest.approx(0.0)
+
+
 def test_a_record_that_cannot_be_written_does_not_stop_training(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     (scene.folder / "metrics.jsonl").mkdir()

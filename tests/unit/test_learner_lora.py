@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from streamrl.config import schema
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DataError
 from streamrl.learner.checkpoints.export import export
-from streamrl.learner.checkpoints.shard import load_state
+from streamrl.learner.checkpoints.shard import load_state, load_weights
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.loading.tokenizer import read_tokenizer_info
@@ -114,6 +115,23 @@ def test_a_checkpoint_holds_the_adapters_alone(policy: Policy, config: schema.Co
     torch.testing.assert_close(logprobs(restored), logprobs(policy))
     [file] = (tmp_path / "checkpoint").iterdir()
     assert file.stat().st_size < 0.5 * (Path(config.model.path) / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize(
+    "lora", [{"rank": 2}, {"rank": 8}, {"targets": ("q_proj",)}, {"targets": ("q_proj", "k_proj", "v_proj", "o_proj")}]
+)
+def test_a_checkpoint_of_other_adapters_is_refused(
+    policy: Policy, config: schema.Config, tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    """Runs of the flat factors would fit: of a smaller rank, for one, they are other rows."""
+    (tmp_path / "checkpoint").mkdir()
+    write_shard(tmp_path / "checkpoint", policy, make_optimizer(policy, config.optimizer), ALONE)
+    other = config.model.model_copy(update={"lora": schema.Lora(**{"rank": 4, **lora})})
+    restored = load_policy(config.model_copy(update={"model": other}), ALONE, (1,))
+    with pytest.raises(DataError, match=r"the checkpoint holds \d+ weights of .*lora_.*, but \d+ are trained: `model`"):
+        load_weights(tmp_path / "checkpoint", restored)
+    with pytest.raises(DataError, match="`model` must be the one that it was made with"):
+        load_state(tmp_path / "checkpoint", restored, make_optimizer(restored, config.optimizer), ALONE)
 
 
 def test_targets_that_the_model_does_not_have_are_named(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.errors import Fenced, TrainingError, TransportError
 from streamrl.learner.groups.plan import Kind, Outcome, Plan
-from streamrl.learner.publishing.rejections import Rejections
+from streamrl.learner.publishing.newest import Rejections
 from streamrl.telemetry.progress import Progress, Report, Wait
 from streamrl.versions import make_version
 from tests.conductor_world import Scene, published

@@ -44,6 +44,38 @@ def test_the_time_left_is_not_that_of_a_run_which_stood_still_between_two_learne
     assert view(configured(records=(*before, after[0]))).run.eta_s is None
 
 
+def test_a_run_ends_with_its_data_or_its_steps_whichever_is_first() -> None:
+    slow = tuple(step_record(step, **{"train_rollouts/epoch": step / 400}) for step in range(1, 41))
+    run = view(configured(records=slow)).run
+    assert (run.share_done, run.eta_s) == (0.4, pytest.approx(60))
+    quick = tuple(step_record(step, **{"train_rollouts/epoch": step / 50}) for step in range(1, 41))
+    run = view(configured(records=quick)).run
+    assert (run.share_done, run.eta_s) == (0.8, pytest.approx(10))
+
+
+def test_the_time_left_of_a_fork_with_new_data_is_that_of_its_own_steps() -> None:
+    records = tuple(step_record(1000 + own, **{"train_rollouts/epoch": own / 100}) for own in range(1, 11))
+    run = view(make_snapshot(records=records)).run
+    assert (run.step, run.share_done, run.eta_s) == (1010, 0.1, pytest.approx(90))
+
+
+def test_a_pause_is_no_part_of_the_pace() -> None:
+    paused_s = 8 * 3600.0
+    times = {step: {"timers/step": paused_s if step == 31 else 1.0} for step in range(1, 41)}
+    before = [step_record(step, **times[step]) for step in range(1, 31)]
+    after = [dataclasses.replace(step_record(step, **times[step]), at=NOW + paused_s + step) for step in range(31, 41)]
+    seen = view(configured(records=(*before, *after)))
+    assert (seen.run.eta_s, seen.learner.step_s) == (pytest.approx(60), 1.0)
+    assert view(configured(records=(*before, after[0]))).learner.step_s == 1.0
+    assert view(configured()).learner.step_s is None
+
+
+def test_a_learner_is_new_until_its_own_first_step() -> None:
+    of_another = dataclasses.replace(step_record(1), term=0)
+    told = [view(configured(records=records)).learner.is_new for records in ((), (of_another,), (step_record(1),))]
+    assert told == [True, True, False]
+
+
 def test_what_went_wrong_long_ago_holds_nothing_back() -> None:
     bad = {"stream/groups_trained": 10.0, "stream/groups_dropped": 990.0, "stream/dropped/stale": 990.0}
     ill = [step_record(step, **bad, **{"train_optim/skipped_steps": 3.0}) for step in range(1, 11)]
@@ -56,6 +88,13 @@ def test_what_went_wrong_long_ago_holds_nothing_back() -> None:
     found = view(configured(records=(*ill, *well)))
     assert not {"most_groups_dropped", "steps_skipped"} & {cause.name for cause in found.causes}
     assert (found.drops.dropped, found.drops_lately.dropped, found.drops_lately.trained) == (990, 0, 50)
+
+
+def test_a_rate_of_the_whole_run_has_no_growth() -> None:
+    rates = {60: 0.3, 120: 0.5}
+    records = [step_record(step, **{"stream/drop_rate_by_length/128": rate}) for step, rate in rates.items()]
+    seen = view(configured(records=tuple(records)))
+    assert (seen.drops.rate_by_length, seen.drops_lately.rate_by_length) == ({"128": 0.5}, {})
 
 
 def test_a_learner_that_comes_after_another_counts_its_skipped_steps_anew() -> None:

@@ -18,6 +18,19 @@ def test_waits_are_added_up_by_cause_until_they_are_taken() -> None:
     assert progress.take_waits() == {}
 
 
+def test_a_new_activity_is_progress_and_another_attempt_at_the_same_is_none() -> None:
+    now = 100.0
+    progress = Progress(part="learner/0", role="learner", clock=lambda: now, timer=lambda: now)
+    progress.working("publish")
+    now += 20
+    with progress.waiting(Wait.WEIGHTS):
+        now += 5
+    progress.working("publish")
+    assert (progress.report().doing, progress.report().last_progress) == ("publish", 100.0)
+    progress.working("train")
+    assert (progress.report().since, progress.report().last_progress) == (125.0, 125.0)
+
+
 @pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
 def test_a_clock_that_is_set_changes_no_wait_and_no_age(jump_s: float) -> None:
     passed, wrong = 0.0, 0.0

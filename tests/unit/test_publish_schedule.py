@@ -13,9 +13,11 @@ from streamrl.learner.metrics.record import Timers
 from streamrl.learner.process.background import BackgroundThread
 from streamrl.learner.publishing.schedule import PublishSchedule
 from streamrl.learner.publishing.shipping import Published
+from streamrl.ops.monitor.build import build_view
 from streamrl.protocol.weights.stores import MemoryStore
-from streamrl.telemetry.progress import Progress
+from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import make_version
+from tests.launch_world import NOW, make_run, make_snapshot
 from tests.unit.test_learner_publish import Scene
 
 
@@ -81,12 +83,14 @@ class StopsOnce(Answers):
         self.must_stop = is_so  # type: ignore[method-assign]
 
 
-def outgoing(publisher: object, answers: Answers, *, max_ahead: int = 1) -> PublishSchedule:
+def outgoing(
+    publisher: object, answers: Answers, *, max_ahead: int = 1, progress: Progress | None = None
+) -> PublishSchedule:
     return PublishSchedule(
         publisher=publisher,
         max_ahead=max_ahead,
         conductor=answers,
-        progress=Progress(part="learner/0", role="learner"),
+        progress=progress or Progress(part="learner/0", role="learner"),
         timers=Timers(),
     )
 
@@ -140,6 +144,27 @@ def test_no_step_follows_on_a_version_that_failed_until_one_is_out_again() -> No
     assert publisher.latest is not None
     assert publisher.latest.step == 2
     assert publisher.begun[-1] == 2
+
+
+def test_attempts_that_fail_for_a_minute_are_a_cause_however_often_they_are_made() -> None:
+    now = 0.0
+    progress = Progress(part="learner/0", role="learner", clock=lambda: NOW + now, timer=lambda: now)
+    publisher = FakePublisher(settles_in=0)
+    schedule = outgoing(publisher, Answers(), progress=progress)
+    schedule.send(0)
+    publisher.refuses = True
+    progress.working("train")
+    schedule.send_in_background(2)
+    while now < 60:
+        assert not schedule.keeps_up(2)
+        with progress.waiting(Wait.WEIGHTS):  # as the conductor does before another attempt
+            now += 1.0
+            waiting = progress.report()
+        schedule.retry(2)
+    for report in (waiting, progress.report()):
+        seen = make_snapshot(run=make_run(lag={"max_steps": 1}), step=2, at=report.at, reports=(report,))
+        [cause] = [one for one in build_view(seen, run_name="run", server="here").causes if one.name == "publish_stuck"]
+        assert cause.evidence == "the learner has tried for 60s; the newest version is 1.0"
 
 
 def test_steps_between_two_versions_do_not_run_ahead_of_one_that_failed_either() -> None:

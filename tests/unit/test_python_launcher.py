@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -161,41 +162,59 @@ def test_a_program_that_gives_up_while_the_run_begins_leaves_no_launcher() -> No
     assert launcher.ended is not None
 
 
-# A program that starts a launcher which says its number and, like the real one, looks for its parent.
+# A program that starts a launcher which, like the real one, looks for its parent and counts what asks it to end.
 PROGRAM = f"""
 import sys
 from streamrl.ops.python.launcher import Launcher
 from streamrl.ops.python.request import Request
+trace, way = sys.argv[1:]
 script = '''{HEAD}
+import time
+from pathlib import Path
+from streamrl.ops.launch.processes import Interrupts
 from streamrl.process import ask_to_end_with
-def end(*_):
-    open(sys.argv[1], "w").write("in good order")
-    os._exit(0)
-signal.signal(signal.SIGTERM, end)
-ask_to_end_with(int(sys.argv[2]))
-{BEGUN}{NEVER}'''
-command = (sys.executable, "-c", script, sys.argv[1])
+trace, way, program = sys.argv[1:]
+ask_to_end_with(int(program))
+(looks,) = [thread for thread in threading.enumerate() if thread.name == "looks for the parent"]
+with Interrupts() as interrupts:
+    {BEGUN}
+    while not interrupts.count:
+        time.sleep(0.01)
+    Path(trace).write_text("ending")
+    if way != "ends":
+        looks.join()
+    Path(trace).write_text("in good order" if interrupts.count == 1 else "at once")
+'''
+command = (sys.executable, "-c", script, trace, way)
 launcher = Launcher(Request(config="", overrides=(), functions={{}}, takeover=False), command=command)
 launcher.wait_until_started(lambda text: None)
 print(launcher._process.pid, flush=True)
-if sys.argv[2] == "wait":
+if way == "killed while it ends":
+    launcher.end(None)
+elif way != "ends":
     launcher.wait(None)
 """
 
 
-@pytest.mark.parametrize("way", ["killed", "ends"])
+@pytest.mark.parametrize("way", ["killed", "ends", "killed while it ends", "killed under nohup"])
 def test_the_run_of_a_program_that_is_killed_or_ends_is_ended_in_good_order(tmp_path: Path, way: str) -> None:
+    """A program that has asked for the end and is then killed, as a kernel is that takes long to shut down, does not
+    ask twice."""
     trace = tmp_path / "trace"
-    words = [sys.executable, "-c", PROGRAM, str(trace), "wait" if way == "killed" else "leave"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+    words = [sys.executable, "-c", PROGRAM, str(trace), way]
+    pipe, of_terminal = subprocess.PIPE, signal.SIG_IGN if way == "killed under nohup" else signal.SIG_DFL
+    heeds = partial(signal.signal, signal.SIGHUP, of_terminal)
+    with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, preexec_fn=heeds) as program:
         assert program.stdout is not None
         pid = int(program.stdout.readline())
-        if way == "killed":
+        if way == "killed while it ends":
+            wait_until(lambda: trace.exists() and trace.read_text() == "ending", description="a request to end")
+        if way != "ends":
             program.send_signal(signal.SIGKILL)
-        wait_until(lambda: trace.exists() and trace.read_text() == "in good order", description="an orderly end")
         wait_until(lambda: not is_there(pid), description="no launcher")
         _, told = program.communicate(timeout=240)
-    assert told == ""
+    assert trace.read_text() == "in good order"
+    assert told == "" or way == "killed while it ends"
 
 
 def is_there(pid: int) -> bool:

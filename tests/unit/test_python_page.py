@@ -64,11 +64,13 @@ def test_the_pages_programs_run(
     for block in blocks():
         exec(block.replace("import streamrl\n", ""), space)
 
-    assert started.rewards == [["near"], ["brief", "right"]]
+    assert started.rewards == [["near"], ["near"], ["near"], ["brief", "right"]]
     assert capsys.readouterr().out.splitlines() == [
         "1 0.5 0.1",
         "2 0.5 0.1",
         "finished 2 0.5 None",
+        "lr-3e-05 0.5",
+        "lr-0.0001 0.5",
         "finished {'near': [0.1, 0.4]}",
     ]
 

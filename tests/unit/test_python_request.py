@@ -6,7 +6,7 @@ import functools
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,50 @@ def test_a_function_of_a_file_is_named_by_the_file(tmp_path: Path, monkeypatch: 
     assert targets([of_a_file]) == {"near": f"{tmp_path}/scripts/of_a_file.py:near"}
     monkeypatch.chdir(tmp_path)
     assert targets([of_a_file]) == {"near": "scripts/of_a_file.py:near"}
+
+
+@pytest.fixture
+def package_beside_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    package = tmp_path / "scripts" / "mylib"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "scale.py").write_text("SCALE = 3.0\n")
+    (package / "of_lib.py").write_text(
+        "from mylib.scale import SCALE\n"
+        "def times(x): return SCALE * x\n"
+        "def near(prompt, completion, token_ids, fields): return times(len(completion))\n"
+        "def make(): return lambda prompt, completion, token_ids, fields: times(1)\n"
+    )
+    monkeypatch.syspath_prepend(package.parent)
+    yield package
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mylib"]:
+        del sys.modules[name]
+
+
+def loaded_elsewhere(folder: Path, code: bytes) -> str:
+    """What the function gives for four characters, in a process like a worker's."""
+    (folder / "near.pkl").write_bytes(code)
+    program = (
+        "import sys; from streamrl.recipe.own import load_function\n"
+        "print(load_function(sys.argv[1], {})('', 'four', [], {}))"
+    )
+    words = [sys.executable, "-c", program, f"{folder}/near.pkl:near"]
+    return subprocess.run(words, check=True, capture_output=True, text=True, timeout=240).stdout.strip()
+
+
+def test_a_function_of_a_package_that_workers_do_not_find_goes_with_the_run(
+    package_beside_the_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mylib.of_lib import make, near  # type: ignore[import-not-found]
+
+    assert targets([near]) == {"near": "runs/mine/rewards/near.pkl:near"}
+    assert loaded_elsewhere(tmp_path, asked(rewards=[near]).functions["near"]) == "12.0"
+    assert loaded_elsewhere(tmp_path, asked(rewards={"near": make()}).functions["near"]) == "3.0"
+    monkeypatch.setenv("PYTHONPATH", str(package_beside_the_program.parent))
+    assert targets([near]) == {"near": "mylib.of_lib:near"}
+    monkeypatch.delenv("PYTHONPATH")
+    monkeypatch.chdir(package_beside_the_program.parent)
+    assert targets([near]) == {"near": "mylib.of_lib:near"}
 
 
 @pytest.mark.parametrize(
@@ -130,6 +174,22 @@ def test_given_rewards_take_the_place_of_the_configurations_and_overrides_have_t
     assert (found.training.max_steps, found.dir) == (7, Path("elsewhere"))
     kept = asked(config, rewards=None)
     assert list(load_config(kept.config, kept.overrides).config.rewards) == ["exact"]
+
+
+@pytest.mark.parametrize("weight", [{"rewards": {"near": {"weight": 0.5}}}, {"rewards.near": {"weight": 0.5}}])
+def test_overrides_may_be_maps_that_merge_with_the_given_rewards(weight: dict[str, Any]) -> None:
+    request = asked("pretrained.yaml", weight, [near])
+
+    found = load_config(request.config, request.overrides).config
+
+    assert {name: source.weight for name, source in found.rewards.items()} == {"near": 0.5}
+
+
+@pytest.mark.parametrize("rewards", [[], {}])
+def test_no_given_rewards_are_none_whether_or_not_the_configuration_has_some(rewards: Rewards) -> None:
+    for before in ({}, {"rewards": {"exact": {"type": "function", "target": "exact_match"}}}):
+        request = asked(PLAIN | before, rewards=rewards)
+        assert load_config(request.config, request.overrides).config.rewards == {}
 
 
 def test_given_rewards_leave_no_reward_server_that_nothing_asks() -> None:

@@ -15,7 +15,8 @@ from streamrl.errors import ConfigError, PartError, ResourceError
 from streamrl.ops.python.attached import Attached
 from streamrl.ops.python.launcher import EndOfRun
 from streamrl.ops.python.picture import InNotebook, html
-from streamrl.ops.python.run import Run, attach
+from streamrl.ops.python.run import Run, attach, start
+from streamrl.recipe.own import load_function
 from tests.unit.test_display import busy_view, make_frame
 
 FINISHED = EndOfRun(state="finished", steps=3, summary={"held_out": {"exact": [0.2, 0.7]}})
@@ -96,7 +97,7 @@ def test_a_run_that_fails_gives_its_steps_and_raises_its_error_wherever_it_is_wa
 
     with pytest.raises(PartError, match=r"^8 groups in a row have failed$"):
         steps.extend(run)
-    for call in (run.wait, run.stop):
+    for call in (run.wait, run.stop, run.watch):
         with pytest.raises(PartError, match=r"^8 groups in a row have failed$"):
             call()
 
@@ -222,6 +223,21 @@ def test_a_redis_that_stays_away_ends_even_short_waits(tmp_path: Path) -> None:
     write_state("running")
     now = 2000.0
     assert not life.wait(0)
+
+
+def test_a_script_that_is_loaded_for_a_function_of_it_starts_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would begin in each process that loads the function, and its own trials would load it again."""
+    monkeypatch.chdir(tmp_path)
+    unguarded = "import streamrl\ndef near(completions, **kwargs): return [1.0]\n"
+    Path("train.py").write_text(unguarded + "streamrl.start('none.yaml', rewards=[near])\n")
+
+    told = r"^train.py starts a run while it is loaded for a target; put that under `if __name__ == '__main__':`$"
+    with pytest.raises(ConfigError, match=told):
+        load_function("train.py:near", {})
+    with pytest.raises(ConfigError, match=r"^there is no configuration file none\.yaml"):
+        start("none.yaml", quiet=True)
 
 
 def test_where_there_is_no_run_there_is_nothing_to_attach_to(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from streamrl.config.schema import Config
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.model.logprobs import LogProbs
 from streamrl.learner.model.policy import Policy
+from streamrl.learner.objective.frozen import Teacher
 from streamrl.learner.objective.gradients import Gradients
-from streamrl.learner.objective.teacher import Teacher
 from streamrl.learner.packing.micro_batches import MicroBatch, Piece, Shape
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.group import Group, decode_body, decode_header, encode_group
@@ -39,8 +39,8 @@ sampling: {{max_tokens: {MAX_TOKENS}}}
 OBJECTIVES = objectives(max_tokens=MAX_TOKENS)
 
 
-class _NoEffort:
-    def on(self, pieces: Sequence[Piece]) -> float:
+class _NoFlops:
+    def of_pass(self, pieces: Sequence[Piece]) -> float:
         return 0.0
 
 
@@ -48,7 +48,7 @@ class TableOfLogprobs:
     """A policy whose log-prob of each token is a parameter of its own."""
 
     shape = Shape(hidden_size=8, share_prompts=True)
-    effort = _NoEffort()
+    flops = _NoFlops()
     model, replay = torch.nn.Identity(), None  # it has no routers
 
     def __init__(self, values: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from streamrl.config.load import load_config
 from streamrl.config.places import granted
 from streamrl.errors import ConfigError
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.mixing import build_rewards
+from streamrl.workers.rewards.build import build_rewards
 from tests.recipes_page import PAGE, blocks, edits, followed, run, steps, write
 
 COMMANDS = "from streamrl.ops.cli.main import main as streamrl\n"
@@ -82,7 +82,7 @@ from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.eval_result import Answers, EvalPrompt
 from streamrl.workers.evaluate import evaluate
 from streamrl.permissions import Permissions
-from streamrl.workers.rewards.mixing import build_rewards
+from streamrl.workers.rewards.build import build_rewards
 
 class Letters:
     chat_template = None

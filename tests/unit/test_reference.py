@@ -13,9 +13,9 @@ from streamrl.config import schema
 from streamrl.learner.checkpoints.shard import load_state
 from streamrl.learner.loading.load import load_policy, load_reference
 from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.objective.frozen import FrozenLogprobs, frozen_logprobs, make_reference
 from streamrl.learner.objective.gradients import Gradients
 from streamrl.learner.objective.optimizer import make_optimizer, update
-from streamrl.learner.objective.reference import Reference, frozen_logprobs, make_reference
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from tests.learner_cases import learner_config, random_groups
@@ -47,7 +47,7 @@ class Run:
         loss = gradients.accumulate(gradients.prepare(random_groups(3, seed=number), tally), tally)
         assert update(self.optimizer, loss=loss, lr=1e-2, clip_norm=1.0, world=ALONE).applied
 
-    def gradients(self, reference: Reference) -> Gradients:
+    def gradients(self, reference: FrozenLogprobs) -> Gradients:
         return Gradients(
             policy=self.policy,
             reference=reference,

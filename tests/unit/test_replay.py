@@ -16,11 +16,13 @@ from msgspec import structs
 
 from streamrl.config import schema
 from streamrl.crashpoints import CrashAt, Point, SimulatedCrash, armed
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DataError, TrainingError
+from streamrl.learner.checkpoints.terms import claim_run
 from streamrl.ops.audit import audit_folder
 from streamrl.ops.record.kept import KeptGroups
 from streamrl.ops.record.write import RecordingWriter
-from streamrl.protocol.recording import Origin
+from streamrl.protocol.recording import Origin, Recording
+from streamrl.protocol.transport.types import Entry
 from streamrl.protocol.wire.group import Group, decode_header, encode_group
 from tests.integration.learner_world import lines
 from tests.replay_world import (
@@ -192,6 +194,51 @@ def test_the_last_partial_batch_of_the_data_is_trained(tmp_path: Path) -> None:
     assert last_state(config)["stream"]["ledger"]["outcomes"] == {"trained": 10}
 
 
+def test_the_last_partial_batch_is_trained_though_a_ticket_only_failed(tmp_path: Path) -> None:
+    config = make_replay_run(tmp_path, training=ENDLESS, num_prompts=10)
+    entries = make_entries(config, range(10))
+    at = [entry.number for entry in entries].index(3)
+    entries[at : at + 1] = [failure_of(entries[at], attempt) for attempt in range(config.worker.max_attempts)]
+
+    assert run_replay(config, make_recording(tmp_path / "recording", config, entries)) == "finished"
+
+    assert last_state(config)["step"] == 3
+    assert last_state(config)["stream"]["ledger"]["outcomes"] == {"dropped/not_recorded": 1, "trained": 9}
+
+
+def failure_of(answer: Entry, attempt: int) -> Entry:
+    """What a worker would have delivered instead of this answer."""
+    header = structs.replace(decode_header(answer.header), error="the engine said no", attempt=attempt)
+    failed = Group(header=header, prompt_ids=np.array([1], dtype=np.int32))
+    header_bytes, body = encode_group(failed)
+    return replace(answer, id=f"{answer.id[:-1]}{attempt}", header=header_bytes, body=body)
+
+
+def test_a_replay_that_trains_nothing_fails_and_says_why(tmp_path: Path) -> None:
+    recorded = make_replay_run(tmp_path, name="recorded", training=ENDLESS)
+    recording = make_recording(tmp_path / "recording", recorded, make_entries(recorded, range(8)))
+    fewer = recorded.sampling.model_copy(update={"num_samples": recorded.sampling.num_samples - 1})
+    config = make_replay_run(tmp_path, training=ENDLESS, sampling=fewer)
+
+    with pytest.raises(TrainingError, match=r"no step was made: .* 8 dropped as malformed"):
+        run_replay(config, recording)
+
+    assert not (config.folder / "export").exists()
+    told = json.loads((config.folder / "state.json").read_text())
+    assert told["state"] == "failed"
+    assert "8 dropped as malformed" in told["error"]
+
+
+def test_a_damaged_recording_leaves_no_mark_and_may_be_repaired(config: schema.Config, tmp_path: Path) -> None:
+    recording = make_recording(tmp_path / "recording", config, make_entries(config, range(8)))
+    first, *_ = Recording.open(recording).places
+    whole = first.path.read_bytes()
+    first.path.write_bytes(whole[: first.offset] + b"\0" + whole[first.offset + 1 :])
+    with pytest.raises(DataError, match="is damaged"):
+        run_replay(config, recording)
+    assert not (config.folder / "replay.json").exists()
+
+
 def test_the_recording_of_another_tokenizer_is_refused(config: schema.Config, tmp_path: Path) -> None:
     recording = tmp_path / "recording"
     origin = Origin(run="live", run_uid="recorded", fingerprint="other", model="theirs")
@@ -212,8 +259,9 @@ def test_a_replay_goes_on_with_its_own_recording_only(config: schema.Config, tmp
 
 
 def test_a_replay_does_not_go_on_from_a_live_run(config: schema.Config, tmp_path: Path) -> None:
+    """Not even from one that has no checkpoint yet."""
     recording = make_recording(tmp_path / "recording", config, make_entries(config, range(8)))
-    (config.folder / "checkpoints").mkdir()
+    claim_run(config.folder)
 
     with pytest.raises(ConfigError, match="holds a run that is not a replay"):
         run_replay(config, recording)

@@ -21,7 +21,6 @@ from streamrl.versions import make_version
 from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.reward_server.model import RewardModel
 from streamrl.workers.rewards.base import RewardDouble
-from streamrl.workers.rewards.chats import ends_of
 from streamrl.workers.rewards.mixing import Rewards, Weighted
 from streamrl.workers.rollout.answer import Answerer
 from tests.helpers import make_ticket
@@ -85,7 +84,7 @@ async def read_of(
         config=config,
         worker="w",
         fingerprint="tiny",
-        ends=ends_of(facts.tokenizer, facts.stop_ids),
+        ends=facts.ends(),
     )
     group = await answerer.answer(ticket, engine)
     await reward.close()
@@ -177,7 +176,7 @@ def test_an_end_is_its_token_and_what_the_template_writes_after_it_if_that_can_b
 ) -> None:
     other = with_template(facts, template)
 
-    assert ends_of(other.tokenizer, other.stop_ids) == {facts.stop_ids[0]: end, other.tokenizer.bos_token_id: START}
+    assert other.ends() == {facts.stop_ids[0]: end, other.tokenizer.bos_token_id: START}
 
 
 async def test_a_trial_with_the_policys_model_is_given_the_same_text(tmp_path: Path) -> None:

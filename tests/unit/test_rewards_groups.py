@@ -15,7 +15,8 @@ from streamrl.errors import ConfigError, RewardError, RewardOutage
 from streamrl.ops.cli.main import main
 from streamrl.permissions import Permissions
 from streamrl.workers.rewards.base import GroupReward, RewardDouble, ScoreItem
-from streamrl.workers.rewards.mixing import Rewards, Scores, Weighted, build_reward
+from streamrl.workers.rewards.build import build_reward
+from streamrl.workers.rewards.mixing import Rewards, Scores, Weighted
 from tests.judging_world import judges_serving, source_of
 from tests.tiny_rewards import make_item
 from tests.worker_world import WorkerWorld

@@ -17,7 +17,8 @@ from streamrl.protocol.wire.ticket import Purpose
 from streamrl.versions import make_version
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.rewards.base import GroupReward, Reward, RewardDouble, ScoreItem
-from streamrl.workers.rewards.mixing import Rewards, Scores, Weighted, build_rewards
+from streamrl.workers.rewards.build import build_rewards
+from streamrl.workers.rewards.mixing import Rewards, Scores, Weighted
 from streamrl.workers.rollout.answer import Answerer
 from tests.helpers import make_ticket
 from tests.tiny_rewards import make_item

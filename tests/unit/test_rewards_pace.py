@@ -6,7 +6,7 @@ import asyncio
 import time
 from itertools import pairwise
 
-from streamrl.workers.rewards.pace import RequestPace
+from streamrl.workers.rewards.replicas import RequestPace
 
 
 async def test_turns_come_one_behind_the_other() -> None:

@@ -19,10 +19,10 @@ from streamrl.config.places import granted
 from streamrl.permissions import Permissions
 from streamrl.recipe.own import load_function
 from streamrl.recipe.rewards import REWARDS
+from streamrl.workers.rewards.build import build_rewards
 from streamrl.workers.rewards.forms import FORMS
 from streamrl.workers.rewards.functions import CONCURRENT_CALLS, build_function_reward
 from streamrl.workers.rewards.http_client import build_http_reward
-from streamrl.workers.rewards.mixing import build_rewards
 from tests.pages import ROOT, blocks, lay_out
 from tests.tiny_rewards import make_item
 

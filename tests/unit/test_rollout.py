@@ -316,6 +316,7 @@ async def test_progress_counts_what_was_delivered_and_what_failed() -> None:
 
     detail = world.progress.report().detail
     assert (detail["groups_delivered"], detail["groups_failed"], detail["samples_failed"]) == (2, 0, 1)
+    assert (detail["groups_lately"], detail["groups_failed_lately"]) == (2, 0)
     assert {"in_flight", "tokens_per_s", "kv_used"} <= detail.keys()
     assert all(decode_header(header).worker == "0" for _, header, _ in world.tickets.delivered)
 

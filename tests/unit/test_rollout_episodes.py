@@ -11,7 +11,7 @@ from streamrl.protocol.wire.ticket import Ticket
 from streamrl.workers.engines.base import Engine, SampleRequest
 from streamrl.workers.engines.double import EngineDouble
 from streamrl.workers.sessions.trace import Played, Trace
-from tests.worker_world import WorkerWorld
+from tests.worker_world import WorkerWorld, worker_config
 
 
 class PlayerDouble:
@@ -80,3 +80,16 @@ async def test_later_turns_are_counted_by_the_engine_as_first_ones_are() -> None
     await world.delivered(8)
     assert len(engine.requests) == 2 * 8 * 4
     await world.finish()
+
+
+async def test_none_is_under_way_any_more_where_the_worker_leaves_for_other_settings() -> None:
+    """The monitor would call the minutes in which the next engine starts a slow environment."""
+    player = PlayerDouble()
+    world = WorkerWorld(player=player)
+    world.put(1, num_samples=2, fields={"waits": True})
+    task = world.start()
+    await world.until(lambda: player.num_waiting == 2, "both samples wait for their environment")
+    world.tickets.info = replace(world.info, config_json=worker_config(min_survivors=3).model_dump_json())
+    await asyncio.wait_for(task, 60)
+    facts = world.progress.report().detail
+    assert (facts["rewards/environment/under_way"], facts["in_flight"]) == (0, 0)

@@ -188,7 +188,7 @@ def test_biases_of_stacked_experts_do_not_decay(tmp_path: Path) -> None:
 
 def test_a_token_costs_the_experts_that_it_goes_through(tmp_path: Path) -> None:
     of = {k: load_policy(config_of(_with_top(tmp_path, k)), ALONE, ()) for k in (1, 2, NUM_EXPERTS)}
-    layers = {k: policy.effort.layers for k, policy in of.items()}
+    layers = {k: policy.flops.layers for k, policy in of.items()}
     experts = sum(p.numel() for name, p in of[1].model.named_parameters() if ".experts." in name)
     assert layers[2] - layers[1] == pytest.approx(6 * experts / NUM_EXPERTS)
     assert layers[NUM_EXPERTS] - layers[1] == pytest.approx(6 * experts * (NUM_EXPERTS - 1) / NUM_EXPERTS)

@@ -21,7 +21,7 @@ import torch
 from streamrl.config import schema
 from streamrl.crashpoints import Point, armed
 from streamrl.errors import Fenced
-from streamrl.learner.checkpoints.checkpoint import Checkpoint
+from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointState
 from streamrl.learner.checkpoints.save import RankStateDouble, Saver
 from streamrl.learner.checkpoints.sealed import MANIFEST, describe
 from streamrl.learner.checkpoints.terms import CheckpointName, ancestry
@@ -100,7 +100,7 @@ class JobsByHand:
 class Saving:
     """A saver, and all around it."""
 
-    def __init__(self, folder: Path, *, world: World = ALONE, background: Jobs | None = None) -> None:
+    def __init__(self, folder: Path, *, world: World = ALONE, background: Jobs | None = None, term: int = 1) -> None:
         self.scene = Scene(folder, checkpoint=schema.Checkpoint(keep_last=1, keep_best=0))
         self.scene.checkpoints.claim_term("run")
         self.state, self.timers = RankStateDouble(), Timers()
@@ -109,7 +109,7 @@ class Saving:
             world=world,
             checkpoints=self.scene.checkpoints,
             conductor=self.scene.conductor,
-            term=1,
+            term=term,
             background=background or BackgroundThreadDouble(),
             timers=self.timers,
         )
@@ -156,7 +156,7 @@ def test_what_is_trained_after_the_copy_is_not_committed_by_it(tmp_path: Path) -
     saving.begin(5)
     saving.scene.feed.now = FeedState(cursor="6-0")
     saving.state.now = b"weights of step 6"
-    for _ in ("written", "sealed"):
+    for _ in ("pruned", "written", "sealed"):
         assert saving.saver.settle() is None
         assert saving.newest() is None
         assert saving.scene.feed.told == []
@@ -209,6 +209,26 @@ def test_a_full_disk_costs_this_checkpoint_and_no_other(tmp_path: Path, point: P
     assert saving.saver.save(6, consumed_samples=0)
     assert saving.saver.num_refused == 0
     assert saving.names() == {"e000001-s00000006"}
+
+
+def test_a_disk_that_earlier_learners_have_filled_takes_the_first_checkpoint(tmp_path: Path) -> None:
+    """Of fewer that are to be kept, and of one that was being written when its learner was killed."""
+    saving = Saving(tmp_path, term=2)
+    root = saving.scene.checkpoints
+    for step in (1, 2, 3):
+        (root.new_folder(CheckpointName(1, step)) / "weights").write_bytes(b"earlier")
+        state = CheckpointState(run_uid="run", step=step, stream=FeedState(), data_fingerprint="")
+        root.commit(CheckpointName(1, step), state)
+    root.new_folder(CheckpointName(1, 4))
+    root.claim_term("run")
+
+    def full(passed: Point) -> None:
+        if passed == "shard.part" and len(saving.names()) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with armed(full):
+        assert saving.saver.save(5, consumed_samples=0)
+    assert saving.names() == {"e000002-s00000005"}
 
 
 def full_at(point: Point) -> Callable[[Point], None]:

@@ -66,6 +66,17 @@ def test_a_row_that_is_none_is_named_with_its_line(settings: Settings, row: str,
         train(settings, lambda _: None)
 
 
+def test_tokens_that_the_model_does_not_know_are_told_before_it_is_loaded(tmp_path: Path) -> None:
+    model, tokenizer = make_model(tmp_path / "model"), make_tokenizer()
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": prompt, "completion": "b"} for prompt in ("a", "a<tool>")]
+    data = write_rows(tmp_path / "data.jsonl", *rows)
+
+    with pytest.raises(DataError, match=r"--model: .*: a row has token id 49, but the model has 49 outputs: model and"):
+        train(Settings(model=str(model), data=data, output=tmp_path / "sft"), lambda _: None)
+
+
 def test_rows_that_are_too_long_are_left_out_and_counted(settings: Settings) -> None:
     outcome = train(replace(settings, max_tokens=12), lambda _: None)
 

@@ -119,6 +119,22 @@ def test_where_a_template_writes_earlier_turns_anew_each_turn_is_trained_as_a_ru
     assert {told.replace("Ċ", "\n") for _, told in parts} == {"<think>\nhm\n</think>\n\n4<|im_end|>"}
 
 
+def test_an_end_token_that_the_template_does_not_write_ends_an_answer_and_stands_in_no_prompt(tmp_path: Path) -> None:
+    """As of base models whose turns end with <|im_end|>, and whose texts end with another token."""
+    answer = {"role": "assistant", "content": "4"}
+    tokenizer = chat_tokenizer()
+    end, turn = "<|endoftext|>", "<|im_end|>\n"
+    tokenizer.add_special_tokens({"eos_token": end})
+    path = write_rows(tmp_path / "data.jsonl", {"messages": [ASKED, answer, AGAIN, answer]})
+
+    parts = trained_parts(path, tokenizer, chatml(written="m.content"))
+
+    asked = "<|im_start|>user\n2+2=<|im_end|>\n<|im_start|>assistant\n"
+    again = f"{asked}4<|im_end|>\n<|im_start|>user\n3+3=<|im_end|>\n<|im_start|>assistant\n"
+    assert [given for given, _ in parts] == [asked, again]
+    assert {told.replace("Ċ", "\n") for _, told in parts} == {f"4{turn}{end}"}
+
+
 def test_the_turns_of_a_row_are_held_out_together(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = chatml(written="m.content if loop.last else '...'")  # each turn is a piece

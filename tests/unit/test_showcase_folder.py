@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,22 @@ def test_a_demonstration_does_not_clear_what_another_has_left(tmp_path: Path) ->
 
     with pytest.raises(ConfigError, match=r"files that are not from a quickstart"):
         clear(tmp_path / "run", what="quickstart")
+
+
+def test_a_clearing_that_is_cut_short_can_be_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clear(tmp_path, what="quickstart")
+    (tmp_path / "checkpoints").mkdir()
+
+    def is_interrupted(_: Path) -> None:
+        assert (tmp_path / ".quickstart").exists()
+        raise KeyboardInterrupt
+
+    listed = sorted(tmp_path.iterdir())  # the mark first
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", is_interrupted)
+        patch.setattr(Path, "iterdir", lambda _: iter(listed))
+        with pytest.raises(KeyboardInterrupt):
+            clear(tmp_path, what="quickstart")
+
+    assert clear(tmp_path, what="quickstart")
+    assert not (tmp_path / "checkpoints").exists()

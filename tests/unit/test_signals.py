@@ -32,8 +32,8 @@ VOCABULARY = 7
 WEIGHTS = {"right": 1.0, "brief": 0.25}
 
 
-class _NoEffort:
-    def on(self, pieces: Sequence[Piece]) -> float:
+class _NoFlops:
+    def of_pass(self, pieces: Sequence[Piece]) -> float:
         return 0.0
 
 
@@ -41,7 +41,7 @@ class TableOfLogits:
     """A policy that holds the logits of each token of each sample: parameters of their own."""
 
     shape = Shape(hidden_size=8, share_prompts=True)
-    effort = _NoEffort()
+    flops = _NoFlops()
     model, replay = torch.nn.Identity(), None  # it has no routers
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:

@@ -150,15 +150,6 @@ def test_an_operation_that_is_not_known_is_left_to_transformers(tmp_path: Path) 
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
 
 
-def test_another_way_of_quantising_is_named(tmp_path: Path) -> None:
-    folder = make_family(tmp_path, "llama")
-    config = transformers.AutoConfig.from_pretrained(folder)
-    config.quantization_config = {"quant_method": "fp8"}
-    config.save_pretrained(folder)
-    with pytest.raises(Unlike, match="quantised as fp8"):
-        made(folder)
-
-
 def test_a_model_that_only_fits_whole_is_refused_with_both_numbers(tmp_path: Path) -> None:
     model = build_model(str(make_family(tmp_path, "llama")), "sdpa")
     each = 4 * sum(parameter.numel() for parameter in model.parameters())

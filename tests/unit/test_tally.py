@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from streamrl.learner.groups.fetch import mask_before
 from streamrl.learner.metrics.tally import Tally
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.sample import Sample, Span
@@ -113,6 +114,17 @@ def test_rewards_lengths_and_lag_are_means_over_samples_and_tokens() -> None:
         "lag/dead_lineage_tokens": 4,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_the_lag_is_that_of_the_tokens_that_are_trained() -> None:
+    old, new = make_version(1, 1), make_version(1, 2)
+    sample = make_sample(num_tokens=4)._replace(spans=(Span(old, 0, 0, 3), Span(new, 3, 3, 4)))
+    group, num_masked = mask_before(make_group(make_ticket(0), samples=(sample,)), 2)
+    assert num_masked == 3
+    tally = make_tally()
+    tally.add_group(group, np.zeros(1), np.zeros(1))
+    metrics = tally.metrics(ALONE)
+    assert (metrics["lag/mean"], metrics["lag/min"], metrics["lag/max"]) == (2, 2, 2)
 
 
 def test_a_group_has_no_variance_where_its_rewards_differ_by_rounding_only() -> None:

@@ -17,7 +17,7 @@ from streamrl.permissions import Permissions
 from streamrl.protocol.wire.branches import Branch
 from streamrl.protocol.wire.sample import Sample, Span
 from streamrl.workers.rewards.teacher import ServedTeacher, build_teacher
-from streamrl.workers.rewards.teaching import rows_of
+from streamrl.workers.rewards.teaching import split_by_row
 from tests.http_reward_world import until
 from tests.tiny_models import make_tokenizer
 
@@ -223,7 +223,7 @@ def test_a_rollout_is_asked_about_row_by_row() -> None:
         branches=(Branch(start=4, row=0, keep=5), Branch(start=7, row=1, keep=6)),
     )
 
-    rows = [(before.tolist(), own.tolist()) for before, own in rows_of(CONTEXT, sample)]
+    rows = [(before.tolist(), own.tolist()) for before, own in split_by_row(CONTEXT, sample)]
 
     assert rows == [
         ([5, 6, 7], [20, 21, 22, 23]),

@@ -17,8 +17,8 @@ from streamrl.errors import DataError
 from streamrl.learner.loading.load import load_policy
 from streamrl.learner.loading.tokenizer import read_tokenizer_info
 from streamrl.learner.metrics.tally import Tally
+from streamrl.learner.objective.frozen import check_teacher, differences, load_teacher
 from streamrl.learner.objective.gradients import Gradients
-from streamrl.learner.objective.teacher import check_teacher, differences, load_teacher
 from streamrl.learner.process.ranks import World
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.recipe.losses import TokenBatch, truncated

@@ -18,7 +18,8 @@ from streamrl.protocol.wire.ticket import MAX_TOKENS
 from streamrl.recipe.advantages import ScoredGroup, tokens, turns
 from streamrl.recipe.algorithms import make_algorithm
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
-from streamrl.workers.rewards.mixing import Rewards, Weighted, build_reward
+from streamrl.workers.rewards.build import build_reward
+from streamrl.workers.rewards.mixing import Rewards, Weighted
 from tests.learner_cases import group_of
 from tests.tiny_rewards import make_item
 from tests.unit.test_turn_advantages import estimates, exact_gradient

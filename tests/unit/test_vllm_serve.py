@@ -18,6 +18,7 @@ def test_a_server_listens_here_alone_and_samples_as_the_model_was_trained(on_cpu
     told = dict(zip(options[::2], options[1::2], strict=True))
     assert (told["--model"], told["--served-model-name"]) == ("runs/mine/export", "runs/mine")
     assert (told["--generation-config"], told["--host"], told["--port"]) == ("vllm", "127.0.0.1", "8000")
+    assert (told["--config-format"], told["--tokenizer-mode"]) == ("hf", "hf")
     assert ("--kv-cache-memory-bytes" in told) is on_cpu
 
 

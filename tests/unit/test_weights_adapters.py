@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from streamrl.config import schema
-from streamrl.errors import DataError, WeightsError
+from streamrl.errors import DataError, TransportError, WeightsError
 from streamrl.learner.loading.build import load_model
 from streamrl.learner.model.lora import merged, merged_parameters
 from streamrl.ops.cli.models.weights import OtherNames
@@ -199,6 +199,16 @@ def test_all_merged_tensors_are_told_first_and_each_again_in_turn(scene: Scene) 
         later |= told(scene)
         assert len(told(scene)) < len(adapted)
     assert later == adapted
+
+
+def test_a_first_version_that_could_not_be_published_leaves_all_merged_tensors_to_the_next(scene: Scene) -> None:
+    scene.stream.refusal = TransportError("Redis is away")
+    scene.publisher.begin(0)
+    assert scene.publisher.settle(wait_s=60.0) is None
+    assert scene.publisher.failing
+    scene.stream.refusal = None
+    publish(scene.publisher, 0)
+    assert told(scene) == {adapter.tensor for adapter in scene.stream.manifests[-1].adapters}
 
 
 def told(scene: Scene) -> set[str]:

@@ -9,9 +9,8 @@ import pytest
 from numba import types
 
 from streamrl.protocol.weights import kernels
-from streamrl.protocol.weights.codecs import Codecs
 from streamrl.protocol.weights.kernels import Compiled
-from streamrl.protocol.weights.sparse import Codec, InPasses
+from streamrl.protocol.weights.sparse import Codec, Codecs, InPasses
 
 LARGE = 64 << 20
 

@@ -17,7 +17,7 @@ from streamrl.process import bind, parse_address
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.versions import make_version
 from streamrl.workers.engines.base import EngineStats
-from streamrl.workers.health import Health, Parts
+from streamrl.workers.health import Health, WorkingParts
 from streamrl.workers.http import make_app, serving
 from streamrl.workers.rewards.base import RewardDouble, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Weighted
@@ -46,7 +46,7 @@ class World:
         return self.now + self.clock_is_off_by_s
 
     def found_its_run(self) -> None:
-        self.health.parts = Parts(work=self.work, weights=self.weights, rewards=self.rewards, stall_s=120.0)
+        self.health.parts = WorkingParts(work=self.work, weights=self.weights, rewards=self.rewards, stall_s=120.0)
         self.progress.working("generate")
 
     async def get(self, path: str) -> httpx.Response:

@@ -107,8 +107,10 @@ def test_a_folder_without_a_model_is_the_users_mistake(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_the_users_mistake(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     (model / "tokenizer_config.json").unlink()
-    with pytest.raises(DataError, match="tokenizer"):
+    with pytest.raises(DataError, match=r"has no tokenizer: its folder lacks tokenizer\.json"):
         read_model(str(model), trust_remote_code=False)
+    with pytest.raises(DataError, match=r"model\.path .* has no tokenizer: its folder lacks tokenizer\.json"):
+        read_tokenizer_info(str(model))
 
 
 def settings(model: Path, config: schema.Config) -> EngineSettings:

@@ -5,12 +5,34 @@ from __future__ import annotations
 import pytest
 
 from streamrl.errors import EngineError
+from streamrl.telemetry.progress import Progress
 from streamrl.workers.engines.base import EngineStats
-from streamrl.workers.rollout.stall import Pace
+from streamrl.workers.engines.double import EngineDouble
+from streamrl.workers.rollout import stall
+from streamrl.workers.rollout.stall import Pace, watch_engine
 
 
 def stats(*, in_flight: int, num_made: int, is_busy: bool = False) -> EngineStats:
     return EngineStats(in_flight=in_flight, num_made=num_made, num_waiting=0, kv_used=0.0, is_busy=is_busy)
+
+
+class Dying(EngineDouble):
+    """An engine that is busy until it is asked."""
+
+    def stats(self) -> EngineStats:
+        return stats(in_flight=7, num_made=1)
+
+    async def check_alive(self) -> None:
+        raise EngineError("its process is gone")
+
+
+async def test_the_figures_of_an_engine_that_is_gone_are_not_shown_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stall, "_ALIVE_EVERY_S", 0.2)
+    progress = Progress(part="worker/0", role="worker")
+    with pytest.raises(EngineError, match="its process is gone"):
+        await watch_engine(Dying(), progress, facts=lambda: {"seen": 1}, stall_s=2.0)
+    detail = progress.report().detail
+    assert [detail[name] for name in ("seen", "in_flight", "kv_used", "tokens_per_s")] == [1, 0, 0.0, 0]
 
 
 def test_tokens_that_come_at_all_keep_an_engine_alive() -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from streamrl.permissions import Permissions
 from streamrl.workers import service
-from streamrl.workers.main import _run
-from streamrl.workers.options import Options
+from streamrl.workers.main import Options, _run
 
 OPTIONS = Options(redis_url="redis://nowhere", run="run", worker="worker", permissions=Permissions())
 

@@ -1,17 +1,26 @@
-"""What a worker needs to know of a model besides its weights: tokenizer, end tokens, sizes, fingerprint."""
+"""What a worker needs to know of a model besides its weights: tokenizer, end tokens, sizes, fingerprint. And how it is
+found: whether its operator permits it, and whether it is the run's."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from streamrl.config import schema
 from streamrl.config.of_model import special_tokens
 from streamrl.encoding import FROM_FILES, refuse_lone_tekken
-from streamrl.errors import DataError
-from streamrl.protocol.wire.fingerprint import fingerprint, stop_ids
+from streamrl.errors import ConfigError, DataError
+from streamrl.permissions import Permissions, allowed_model
+from streamrl.protocol.transport.types import RunInfo
+from streamrl.protocol.wire.fingerprint import identity_of
+from streamrl.telemetry.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_MARK = "streamrl-answer"  # text that no template contains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +51,45 @@ class ModelFacts:
             text = text.replace(token, "")
         return text
 
+    def ends(self) -> Mapping[int, str]:
+        """Return for each end token its text, with what the template writes after it if that is how it ends an answer.
+
+        Reward models read it behind a chat's answer. They were trained on whole messages, as the chat template writes
+        them to the end, and most score a text by its last token; a completion has neither its end token nor what
+        follows it.
+        """
+        decode = self.tokenizer.decode
+        texts = {token_id: str(decode([token_id], skip_special_tokens=False)) for token_id in self.stop_ids}
+        after = self.after_an_answer()
+        return {token_id: after if after.startswith(text) else text for token_id, text in texts.items()}
+
+    def after_an_answer(self) -> str:
+        """Return what the chat template writes from an answer's end on; empty if that cannot be told."""
+        from streamrl.chat_templates import TEMPLATE_ERRORS  # needs transformers
+
+        if not self.tokenizer.chat_template:
+            return ""
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False)).partition(_MARK)[2]
+        except TEMPLATE_ERRORS:
+            return ""
+
+
+async def find_model(
+    config: schema.Config, info: RunInfo, *, override: str | None, permissions: Permissions, progress: Progress
+) -> ModelFacts:
+    """Read the model's facts. `override`: folder or hub name that replaces the run's. ConfigError if they differ."""
+    path = allowed_model(config.model.path, override=override, permissions=permissions)
+    progress.starting("load the tokenizer")
+    model = await asyncio.to_thread(read_model, path, trust_remote_code=permissions.trust_remote_code)
+    if model.fingerprint != info.fingerprint:
+        raise ConfigError(
+            f"the model at {model.path!r} has another tokenizer, end token or vocabulary size than the run's "
+            f"({model.fingerprint}, the run has {info.fingerprint}): give this worker the run's model with --model"
+        )
+    return model
+
 
 def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:
     """Read configuration and tokenizer, without weights. DataError if they are missing or not a language model's."""
@@ -54,21 +102,16 @@ def read_model(path: str, *, trust_remote_code: bool) -> ModelFacts:
         raise DataError(f"model {path!r} cannot be used: {str(error).splitlines()[0]}") from error
     refuse_lone_tekken(tokenizer, path)
     try:
-        generation_eos = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # a generation config is optional
-        generation_eos = getattr(config, "eos_token_id", None)
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        # transformers returns such a tokenizer for a folder without tokenizer files; it encodes every text to nothing.
-        raise DataError(f"model {path!r} has no tokenizer: its folder lacks tokenizer.json")
-    ends = stop_ids(tokenizer_eos=tokenizer.eos_token_id, generation_eos=generation_eos)
-    if not ends:
-        raise DataError(f"model {path!r} has no end token: set eos_token in its tokenizer_config.json")
+        generation = GenerationConfig.from_pretrained(path)
+    except OSError:  # optional
+        generation = None
+    ends, fingerprint = identity_of(tokenizer, config, generation, model=f"model {path!r}")
     return ModelFacts(
         path=path,
         tokenizer=tokenizer,
         stop_ids=ends,
         vocab_size=config.vocab_size,
         max_positions=getattr(config, "max_position_embeddings", None),
-        fingerprint=fingerprint(vocab=tokenizer.get_vocab(), stop_ids=ends, vocab_size=config.vocab_size),
+        fingerprint=fingerprint,
         trust_remote_code=trust_remote_code,
     )

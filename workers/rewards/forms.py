@@ -5,7 +5,7 @@
     vllm-classify  POST /classify    {"input": [...], "use_activation": false}          {"data": [{"index", "probs"}]}
     vllm-pooling   POST /pooling     {"input": [...], "use_activation": false}          {"data": [{"index", "data"}]}
 
-A query is prompt and completion concatenated; a chat is written to its end (`rewards.chats`), and vLLM is told not to
+A query is prompt and completion concatenated; a chat is written to its end (`ModelFacts.ends`), and vLLM is told not to
 add special tokens to it. `labels` are the rows' field `answer`, null if a row has none. vLLM is asked for the model's
 raw output, before any sigmoid, which is what a reward is. From a model of token rewards, with one number per token, the
 last one counts. A malformed answer is a ValueError; whether its numbers are finite is checked by the caller.

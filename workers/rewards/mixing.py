@@ -1,8 +1,8 @@
 """Combines a run's reward sources: every source scores each sample, and the scores are summed by weight.
 
 A sample to which no source applies has no reward, and fails unless an environment gives it one or, in training, a
-teacher teaches it. Sources that are only logged (`rewards.logged`) fail no sample. Sources are built from the
-configuration, which is data: `Permissions` decides what may really be used. Blocks only on the sources.
+teacher teaches it. Sources that are only logged (`config.logged`) fail no sample, and no sample waits for their
+outages. Blocks only on the sources.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, 
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
-from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage
-from streamrl.permissions import Permissions
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
-from streamrl.workers.rewards.base import GroupReward, Reward, Score, ScoreItem, Spend
-from streamrl.workers.rewards.logged import if_it_can
+from streamrl.tasks import cancel_all
+from streamrl.workers.rewards.base import GroupReward, Reward, Score, ScoreItem, SourceHealth
 
 _TROUBLE_AFTER_S = 60.0  # a sample waiting longer than this for its score counts as trouble
 _MIN_WEIGHT = 0.05  # the least weight of the newest value in the average latency
-STAND_IN = 1.0  # the reward that a group source reads of a service which a trial does not ask
+_LOOK_EVERY_S = 1.0  # whether a source that is only logged is out
 T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class Rewards:
     def _scoring(self, name: str, purpose: Purpose, scoring: Coroutine[Any, Any, T]) -> asyncio.Future[T | None]:
         source = self._sources[name]
         if purpose not in source.needed_for:
-            return asyncio.ensure_future(if_it_can(scoring, source.reward.health, partial(self._failed, name)))
+            return asyncio.ensure_future(_scores_or_none(scoring, source.reward.health, partial(self._failed, name)))
         return asyncio.ensure_future(scoring)
 
     async def _score_by(self, name: str, reward: Reward, item: ScoreItem) -> Score:
@@ -285,49 +285,20 @@ def _largest(score: Score) -> float:
     return float(score[np.abs(score).argmax()])
 
 
-def build_rewards(
-    sources: Mapping[str, schema.Reward],
-    permissions: Permissions,
-    local_reward_url: str | None,
-    spend: Spend | None = None,
-    needed_for: Mapping[str, Collection[Purpose]] = MappingProxyType({}),
-) -> Rewards:
-    """Build the run's sources without starting them; UserError if this worker may not use one. `spend`: for budgets
-    shared by workers; None if this process is alone. `needed_for`: see `config.logged`; others are always needed."""
-    built = {}
-    for name, source in sources.items():
-        reward = build_reward(name, source, permissions, local_reward_url, spend)
-        patience_s = source.timeout_s + (source.outage_s if isinstance(source, schema.SERVICES) else 0.0)
-        built[name] = Weighted(
-            reward=reward,
-            weight=source.weight,
-            max_abs=source.max_abs,
-            patience_s=patience_s,
-            needed_for=needed_for.get(name, PURPOSES),
-        )
-    return Rewards(built)
-
-
-def build_reward(
-    name: str,
-    source: schema.Reward,
-    permissions: Permissions,
-    local_reward_url: str | None,
-    spend: Spend | None = None,
-) -> Reward | GroupReward:
-    """Build one source; httpx is imported only if a source needs it."""
-    if isinstance(source, schema.FunctionReward):
-        from streamrl.workers.rewards.functions import build_function_reward
-
-        return build_function_reward(name, source, permissions)
-    if isinstance(source, schema.CodeReward):
-        from streamrl.workers.rewards.code import build_code_reward
-
-        return build_code_reward(name, source, permissions)
-    if isinstance(source, schema.JudgeReward):
-        from streamrl.workers.rewards.judge import build_judge_reward
-
-        return build_judge_reward(name, source, permissions, spend)
-    from streamrl.workers.rewards.http_client import build_http_reward
-
-    return build_http_reward(name, source, permissions, local_reward_url)
+async def _scores_or_none(
+    scoring: Coroutine[Any, Any, T], health: Callable[[], SourceHealth], gave_up: Callable[[RewardError], object]
+) -> T | None:
+    """Return the scores of a source that is only logged; None if it fails, or as soon as it is out, of which `gave_up`
+    is told."""
+    task = asyncio.ensure_future(scoring)
+    try:
+        while not task.done() and (outage := health().outage) is None:
+            await asyncio.wait([task], timeout=_LOOK_EVERY_S)
+        if task.done():
+            return task.result()
+        gave_up(RewardError(str(outage)))
+    except RewardError as error:
+        log.warning("logged_reward_failed", error=str(error))
+    finally:
+        await cancel_all([task])
+    return None

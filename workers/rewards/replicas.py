@@ -17,13 +17,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from streamrl.workers.rewards.http_request import RequestRefused, TryAgain
-from streamrl.workers.rewards.pace import RequestPace
 
 FAILURES_TO_OPEN = 3
 _LONGEST_PAUSE_S = 30.0
 _SHORT_REST_S = 1.0  # not worth reporting
+T = TypeVar("T")
 
 
 class Replica:
@@ -49,6 +50,28 @@ class Replica:
     @property
     def ready_at(self) -> float:
         return self.rest_until if self.well else self.retry_at
+
+
+class RequestPace:
+    """Limits requests to a turn at a time, at least `1 / per_s` apart.
+
+    They are as far apart also after a late turn, so a busy loop causes no burst.
+    """
+
+    def __init__(self, per_s: float | None) -> None:
+        self._every_s = 0.0 if per_s is None else 1 / per_s
+        self._next = 0.0  # on the event loop's clock
+        self._turn_lock = asyncio.Lock()
+
+    async def turn(self, take: Callable[[], T | None]) -> T | None:
+        """Wait for a turn and call `take`. A turn for which it returns None is left to the next caller."""
+        loop = asyncio.get_running_loop()
+        async with self._turn_lock:
+            if (left_s := self._next - loop.time()) > 0:
+                await asyncio.sleep(left_s)
+            if (taken := take()) is not None:
+                self._next = loop.time() + self._every_s
+            return taken
 
 
 class Replicas:

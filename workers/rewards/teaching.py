@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from streamrl.protocol.wire.branches import rows_of as places_of
+from streamrl.protocol.wire.branches import rows_of
 from streamrl.protocol.wire.sample import Sample
 
 Ids = npt.NDArray[np.int32]
@@ -50,9 +50,9 @@ class TeacherDouble:
         pass
 
 
-def rows_of(prompt: Ids, sample: Sample) -> list[tuple[Ids, Ids]]:
+def split_by_row(prompt: Ids, sample: Sample) -> list[tuple[Ids, Ids]]:
     """Return (context, own tokens) for each row; the rows' own tokens together are the sample's."""
     tokens = np.concatenate([prompt, sample.token_ids])
-    rows = places_of(len(prompt), len(sample.token_ids), sample.branches)
+    rows = rows_of(len(prompt), len(sample.token_ids), sample.branches)
     lengths = (len(prompt), *(branch.keep for branch in sample.branches))
     return [(tokens[row[:keep]], tokens[row[keep:]]) for row, keep in zip(rows, lengths, strict=True)]

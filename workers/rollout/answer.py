@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from types import MappingProxyType
+from typing import TypeAlias
 
 import numpy as np
 import structlog
@@ -22,20 +23,19 @@ from streamrl.config import schema
 from streamrl.errors import RewardError, RewardOutage, SampleError
 from streamrl.protocol.wire.group import Group, GroupHeader
 from streamrl.protocol.wire.routes import Routes, ending
-from streamrl.protocol.wire.sample import Sample
-from streamrl.protocol.wire.teacher_logprobs import TeacherLogprobs
+from streamrl.protocol.wire.sample import Sample, TeacherLogprobs
 from streamrl.protocol.wire.ticket import Purpose, Ticket
 from streamrl.recipe.names import ENVIRONMENT
 from streamrl.tasks import gather_or_cancel
 from streamrl.workers.engines.base import Engine, SampleRequest
-from streamrl.workers.environments.account import Account
-from streamrl.workers.environments.playing import Plays
+from streamrl.workers.environments.playing import Account, Plays
 from streamrl.workers.rewards.base import Score, ScoreItem
 from streamrl.workers.rewards.mixing import Rewards, Scores
-from streamrl.workers.rewards.teaching import Teaches, rows_of
+from streamrl.workers.rewards.teaching import Teaches, split_by_row
 from streamrl.workers.sessions.trace import Played
 
 _NO_SCORES = Scores(rewards={}, total=0.0)
+_Failure: TypeAlias = SampleError | RewardError  # why a sample failed: returned, as `Rewards.mix` does
 
 log = structlog.get_logger(__name__)
 
@@ -74,7 +74,7 @@ class Answerer:
         self._player = player  # plays rollouts of several turns
         self._account = Account()  # statistics of those rollouts
         self._teacher = teacher  # asked for logprobs of each sample
-        self._ends = ends  # by end token: how a chat's text ends (`rewards.chats`)
+        self._ends = ends  # by end token: how a chat's text ends (`ModelFacts.ends`)
         self._config = config
         self._worker = worker
         self._fingerprint = fingerprint
@@ -107,7 +107,7 @@ class Answerer:
         there or it has failed."""
         began = time.monotonic()
 
-        async def sample() -> _Generated | str:
+        async def sample() -> _Generated | _Failure:
             outcome = await self._sample(ticket, engine)
             sample_done()
             return outcome
@@ -117,8 +117,7 @@ class Answerer:
         )
         return self._group(ticket, await self._with_group_scores(outcomes, ticket.purpose), began)
 
-    async def _sample(self, ticket: Ticket, engine: Engine) -> _Generated | str:
-        """Return one sample, or the reason why there is none."""
+    async def _sample(self, ticket: Ticket, engine: Engine) -> _Generated | _Failure:
         self._num_requests += 1
         request = SampleRequest(
             request_id=f"{ticket.purpose}-{ticket.number}-{self._num_requests}",
@@ -143,7 +142,7 @@ class Answerer:
             raise
         except (SampleError, RewardError) as error:
             log.warning("sample_failed", ticket=ticket.number, error=str(error))
-            return str(error)
+            return error
         if own_scores:
             self.num_scored += 1
         return _Generated(
@@ -154,11 +153,15 @@ class Answerer:
             generated_at=generated_at,
         )
 
-    async def _with_group_scores(self, outcomes: Sequence[_Generated | str], purpose: Purpose) -> list[_Scored | str]:
+    async def _with_group_scores(
+        self, outcomes: Sequence[_Generated | _Failure], purpose: Purpose
+    ) -> list[_Scored | _Failure]:
         """Add the scores of group sources, and the weighted sum."""
         ready = [outcome for outcome in outcomes if isinstance(outcome, _Generated)]
         mixed = iter(await self._mix(ready, purpose))
-        return [outcome if isinstance(outcome, str) else self._scored(outcome, next(mixed)) for outcome in outcomes]
+        return [
+            self._scored(outcome, next(mixed)) if isinstance(outcome, _Generated) else outcome for outcome in outcomes
+        ]
 
     async def _mix(self, ready: Sequence[_Generated], purpose: Purpose) -> Sequence[Scores | RewardError]:
         if not self._config.rewards:  # only the environment gives rewards
@@ -171,34 +174,31 @@ class Answerer:
             purpose=purpose,
         )
 
-    def _scored(self, ready: _Generated, scores: Scores | RewardError) -> _Scored | str:
+    def _scored(self, ready: _Generated, scores: Scores | RewardError) -> _Scored | _Failure:
         rollout = ready.rollout
-        try:
-            scores = self._with_environment(rollout, scores)
-        except (SampleError, RewardError) as error:
-            log.warning("sample_failed", error=str(error))
-            return str(error)
+        all_scores = self._with_environment(rollout, scores)
+        if not isinstance(all_scores, Scores):
+            log.warning("sample_failed", error=str(all_scores))
+            return all_scores
         if not ready.own_scores:  # not counted before
             self.num_scored += 1
-        token_rewards = scores.token_rewards
+        token_rewards = all_scores.token_rewards
         sample = rollout.sample._replace(
-            rewards=scores.rewards,
-            reward=scores.total,
+            rewards=all_scores.rewards,
+            reward=all_scores.total,
             turn_rewards=self._weighted(rollout.turn_rewards),
             token_rewards=None if token_rewards is None else token_rewards.astype(np.float32),
             teacher_logprobs=ready.teacher_logprobs,
         )
         return _Scored(sample=sample, rollout=rollout, generated_at=ready.generated_at)
 
-    def _with_environment(self, rollout: Played, scores: Scores | RewardError) -> Scores:
+    def _with_environment(self, rollout: Played, scores: Scores | RewardError) -> Scores | _Failure:
         settings = self._config.environment
-        if isinstance(scores, RewardError):
-            raise scores
-        if settings is None:
+        if settings is None or isinstance(scores, RewardError):
             return scores
         total = scores.total + settings.weight * rollout.reward
         if not all(map(math.isfinite, (total, *self._weighted(rollout.turn_rewards)))):
-            raise SampleError(
+            return SampleError(
                 f"the environment's rewards are not finite: they add up to {rollout.reward:g}, weighted {total:g}"
             )
         return Scores(
@@ -237,7 +237,7 @@ class Answerer:
         """Return the teacher's logprob of each sampled token; 0 for tokens that were given."""
         if self._teacher is None or ticket.purpose != "train":
             return None
-        rows = rows_of(ticket.token_ids, sample)
+        rows = split_by_row(ticket.token_ids, sample)
         per_row = [await self._teacher.logprobs(context, tokens) for context, tokens in rows]
         found = np.zeros(len(sample.token_ids), dtype=np.float32)
         logprobs = np.concatenate(per_row)
@@ -249,9 +249,9 @@ class Answerer:
         settings = self._config.environment
         return () if settings is None else tuple(settings.weight * reward for reward in rewards)
 
-    def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | str], began: float) -> Group:
+    def _group(self, ticket: Ticket, outcomes: Sequence[_Scored | _Failure], began: float) -> Group:
         scored = [outcome for outcome in outcomes if isinstance(outcome, _Scored)]
-        failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        failed = [outcome for outcome in outcomes if not isinstance(outcome, _Scored)]
         enough = len(scored) >= min(self._config.worker.min_survivors, ticket.num_samples)
         generated_at = max((entry.generated_at for entry in scored), default=began)
         header = GroupHeader(

@@ -15,20 +15,23 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from streamrl.config import schema
-from streamrl.errors import RewardOutage, TransportError
+from streamrl.errors import RewardOutage, TransportError, WireError
 from streamrl.protocol.transport.types import RunInfo
+from streamrl.protocol.wire.group import Group, encode_group
 from streamrl.tasks import run_beside, unless
 from streamrl.telemetry.progress import Progress, Wait
 from streamrl.workers.engines.base import Engine, EngineStats
 from streamrl.workers.rollout.answer import Answerer
-from streamrl.workers.rollout.deliver import Deliverer
 from streamrl.workers.rollout.leases import Held, Leases
 from streamrl.workers.rollout.roles import Counts, Tickets
 from streamrl.workers.rollout.stall import watch_engine
@@ -40,6 +43,7 @@ _ROOM_EVERY_S = 0.02  # the engine starts queued samples at its next step
 _CONTROL_EVERY_S = 1.0
 _RUN_EVERY_S = 1.0
 _REWARDS_EVERY_S = 0.1
+_LATELY = 20  # groups
 
 
 class Rollout:
@@ -66,9 +70,10 @@ class Rollout:
         self._leases = Leases(
             tickets, settings=config.worker, samples_per_ticket=config.sampling.num_samples, progress=progress
         )
-        self._deliverer = Deliverer(tickets, self.counts, progress)
         self._engine: Engine | None = None
         self._scored_at_outage = -1  # `num_scored` when rewards were last seen to be out
+        self._failed_lately: deque[bool] = deque(maxlen=_LATELY)  # a past outage must not look like one of now
+        progress.note(groups_lately=0, groups_failed_lately=0)
 
     @property
     def engine_stats(self) -> EngineStats | None:
@@ -93,9 +98,11 @@ class Rollout:
         except BaseException:
             await self._leases.abandon()
             raise
+        else:
+            await self._leases.abandon()
         finally:
             self._engine = None
-        await self._leases.abandon()
+            self._progress.note(**self._answerer.facts())  # without the rollouts that have ended with it
 
     async def _work(self, engine: Engine, stop: asyncio.Event, over: asyncio.Event) -> None:
         self._progress.working("generate")
@@ -155,7 +162,35 @@ class Rollout:
             return
         spans = [span for sample in group.samples for span in sample.spans]
         await self._weights.proved(max((span.version for span in spans), default=0))
-        await self._deliverer.deliver(held, group)
+        await self._deliver(held, group)
+
+    async def _deliver(self, held: Held, group: Group) -> None:
+        """Deliver a finished group, which ends its ticket, and count what became of it."""
+        try:
+            header, body = await _encoded(group)
+        except WireError as error:  # more than a message can hold: the learner must see it as a failed attempt
+            group = _refused(group, error)
+            header, body = await _encoded(group)
+        held.leaving = True
+        if await self._tickets.deliver(held.leased, header, body):
+            self._count(group)
+        else:
+            self.counts.groups_late += 1
+            log.info("group_came_late", ticket=held.leased.ticket.number)
+
+    def _count(self, group: Group) -> None:
+        self.counts.samples_failed += group.header.num_failed_samples
+        if group.header.failed:
+            self.counts.groups_failed += 1
+            log.warning("ticket_failed", ticket=group.header.ticket, error=group.header.error)
+        else:
+            self.counts.groups_delivered += 1
+        self._failed_lately.append(bool(group.header.failed))
+        self._progress.advanced(
+            **asdict(self.counts),
+            groups_lately=len(self._failed_lately),
+            groups_failed_lately=sum(self._failed_lately),
+        )
 
     async def _watch_run(self, stop: asyncio.Event, over: asyncio.Event) -> None:
         """Set `over` when this worker has nothing left to do. RunGone propagates."""
@@ -170,3 +205,17 @@ class Rollout:
             await unless(stop, asyncio.sleep(_RUN_EVERY_S))
         over.set()
         await asyncio.Event().wait()  # companions must not return
+
+
+def _refused(group: Group, error: WireError) -> Group:
+    """Return the failure that takes the place of a group that cannot be sent."""
+    num_failed = group.header.num_failed_samples + len(group.samples)
+    header = replace(group.header, num_failed_samples=num_failed, error=f"the group cannot be sent: {error}")
+    return Group(header=header, prompt_ids=group.prompt_ids)
+
+
+async def _encoded(group: Group) -> tuple[bytes, bytes]:
+    """Encode off the event loop where the group has routes: they are large and compressed, and would block it."""
+    if group.prompt_routes is None:
+        return encode_group(group)
+    return await asyncio.to_thread(encode_group, group)

@@ -21,20 +21,26 @@ async def watch_engine(
 ) -> None:
     """Watch until cancelled. `facts`: what the monitor shows of the rewards, beside the engine's figures."""
     pace = Pace(engine.stats(), stall_s=stall_s)
-    while True:
-        until = time.monotonic() + _ALIVE_EVERY_S
-        while time.monotonic() < until:
-            stats = engine.stats()
-            progress.note(
-                in_flight=stats.in_flight,
-                waiting=stats.num_waiting,
-                kv_used=round(stats.kv_used, 3),
-                **({} if stats.drafts_accepted is None else {"drafts_accepted": round(stats.drafts_accepted, 3)}),
-                tokens_per_s=round(pace.look(stats)),
-                **facts(),
-            )
-            await asyncio.sleep(min(_SHOW_EVERY_S, stall_s / 4))
-        await engine.check_alive()
+    try:
+        while True:
+            until = time.monotonic() + _ALIVE_EVERY_S
+            while time.monotonic() < until:
+                progress.note(**_figures(engine.stats(), pace), **facts())
+                await asyncio.sleep(min(_SHOW_EVERY_S, stall_s / 4))
+            await engine.check_alive()
+    finally:  # the engine's last figures are not those of the minutes that another one takes to start
+        progress.note(in_flight=0, waiting=0, kv_used=0.0, tokens_per_s=0)
+
+
+def _figures(stats: EngineStats, pace: Pace) -> dict[str, int | float]:
+    drafts = {} if stats.drafts_accepted is None else {"drafts_accepted": round(stats.drafts_accepted, 3)}
+    return {
+        "in_flight": stats.in_flight,
+        "waiting": stats.num_waiting,
+        "kv_used": round(stats.kv_used, 3),
+        "tokens_per_s": round(pace.look(stats)),
+        **drafts,
+    }
 
 
 class Pace:

@@ -52,6 +52,17 @@ def finished_lines(remains: Remains, requested: schema.Training, file: str, over
     yield f"  a fork of it    {_up(given, other, *more)} --fork {folder}@{step}"
 
 
+def finished_sentence(remains: Remains, requested: schema.Training, *, new_functions: Sequence[str]) -> str:
+    """Describe it to a program; `new_functions`: names of given reward functions that differ from those of the run."""
+    settings = (setting.partition("=") for setting in _more(requested, remains))
+    more, other = {key: int(bound) for key, _, bound in settings}, {"name": f"{remains.name}-2"}
+    new = f", nor were the new functions used: {', '.join(new_functions)}" if new_functions else ""
+    return (
+        f"run {remains.name} had finished ({remains.step} steps, {age(time.time() - remains.at)} ago): nothing was "
+        f"trained{new}; {other} starts another run, {more} continues it"
+    )
+
+
 def _more(requested: schema.Training, remains: Remains) -> tuple[str, ...]:
     """Return the settings that give it more to do: the bound that ended it, and requested steps that it has made."""
     found = [remains.longer]

@@ -37,7 +37,7 @@ _ROOM = " " * 4096  # Linux shows no longer command line of a fork than its serv
 _NO_LOG = Path(os.devnull)
 _WORKERS = "worker/"  # prefix of these processes' names
 _OF_LEARNER = ("streamrl.learner.main", "torch.distributed.run")
-_OF_WORKERS = ("streamrl.workers.engines.vllm.ahead", "streamrl.ops.cli.main", "streamrl.workers.main")
+_OF_WORKERS = ("streamrl.workers.engines.vllm.preload_worker", "streamrl.ops.cli.main", "streamrl.workers.main")
 
 
 class Forking:

@@ -234,7 +234,9 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP and self.count:
-            return  # of one closed terminal both the shell and the kernel tell: that is no second request
+            # No second request: both the shell and the kernel tell of one closed terminal, and a program that has asked
+            # for the end may be gone before it comes (`ask_to_end_with`).
+            return
         self.count += 1
         self._first = self._first or number
 

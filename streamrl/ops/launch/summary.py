@@ -1,7 +1,7 @@
 """The outcome of a run: the audit of its tickets, and facts from its folder and its workers.
 
-metrics.jsonl    lag, versions, held-out rewards      supervisor   restarts, versions that workers loaded
-audit            trained, dropped, lost, twice
+metrics.jsonl    lag, held-out rewards                Redis        versions published
+audit            trained, dropped, lost, twice        supervisor   restarts, versions that workers loaded
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 from streamrl.ops.audit import Audit
 from streamrl.ops.monitor.history import HELD_OUT, History
 from streamrl.protocol.transport.types import Record
-from streamrl.versions import number_of, parse, term_of
 
 _AUDIT_KEYS = ("issued", "trained", "dropped", "dead", "outstanding", "lost", "twice", "clean")
 _LENGTHS, _SIZE = "train_rollouts/response_lengths", "train_rollouts/rollout_size"
-_OF_STEPS = ("lag/mean", "lag/max", _LENGTHS, _SIZE, "weights/version")  # all that a summary needs
+_OF_STEPS = ("lag/mean", "lag/max", _LENGTHS, _SIZE)  # all that a summary needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +70,6 @@ def lag_of(steps: list[Record]) -> TokenLag | None:
     return TokenLag(mean=total / sum(tokens), max=round(max(values["lag/max"] for values in measured)))
 
 
-def num_versions(steps: list[Record], *, latest: str | None = None) -> int:
-    """Count versions. Each learner numbers from 0 in the order of its steps; `latest` may be newer than the last
-    step."""
-    newest: dict[int, int] = {}
-    recorded = (int(record.values.get("weights/version", 0)) for record in steps)
-    for version in (*recorded, parse(latest) if latest else 0):
-        newest[term_of(version)] = max(newest.get(term_of(version), 0), number_of(version))
-    return sum(number + 1 for term, number in newest.items() if term)
-
-
 def held_out_of(history: History) -> dict[str, tuple[float, float]]:
     names = sorted({name for record in history.validations.records for name in record.values})
     means = {name: history.ranked(name) for name in names if name.startswith(f"{HELD_OUT}/")}
@@ -93,7 +82,7 @@ def summarise(
     state: str,
     seconds: float,
     audit: Audit,
-    latest_version: str | None,
+    versions_published: int,
     loads: Loads,
     restarts: Mapping[str, int],
 ) -> RunSummary:
@@ -105,7 +94,7 @@ def summarise(
         state=state,
         seconds=round(seconds, 1),
         audit=audit,
-        versions_published=num_versions(history.steps.records, latest=latest_version),
+        versions_published=versions_published,
         loads=loads,
         lag=lag_of(history.steps.records),
         held_out=held_out_of(history),

@@ -123,7 +123,7 @@ def _summarise(
         state=view.run.state,
         seconds=seconds,
         audit=audit_folder(folder.path, redis_url=redis_url, run=config.name),
-        latest_version=view.weights.latest,
+        versions_published=view.weights.published or 0,
         loads=supervisor.loads,
         restarts=supervisor.restarts,
     )

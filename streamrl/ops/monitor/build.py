@@ -54,7 +54,8 @@ def build_view(
         streams=tuple(_stream(purpose, counts) for purpose, counts in snapshot.streams.items()),
         weights=_weights(snapshot, steps, workers),
         drops=_drops({**learner.metrics, **learner.live}),
-        drops_lately=_drops(lately.added(steps, learner.live)),
+        # Rates of the whole run, which are no counters, have no growth.
+        drops_lately=replace(_drops(lately.added(steps, learner.live)), rate_by_length={}),
         prompts=_prompts({**learner.metrics, **learner.live}),
         dead=view.Dead(
             count=snapshot.num_dead,
@@ -85,8 +86,10 @@ def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequen
     step = max(snapshot.step, steps[-1].step if steps else 0)
     max_steps = integer(section(config, "training"), "max_steps") or -1
     max_epochs = integer(section(config, "training"), "max_epochs") or 1
-    passes = steps[-1].values.get("train_rollouts/epoch") if steps else None
-    share = step / max_steps if max_steps > 0 else passes / max_epochs if passes is not None else None
+    passes = steps[-1].values.get(lately.EPOCH) if steps else None
+    # The run ends with its steps or with its data, whichever is first.
+    shares = [step / max_steps] if max_steps > 0 else []
+    shares += [passes / max_epochs] if passes is not None else []
     return view.RunStatus(
         name=name,
         uid=info.uid if info else None,
@@ -97,8 +100,10 @@ def _run(snapshot: Snapshot, name: str, config: Mapping[str, Any], steps: Sequen
         max_steps=max_steps if max_steps > 0 else None,
         data_epochs=passes,
         created_at=snapshot.created_at,
-        eta_s=lately.eta_s(steps, share) if info and info.state == "running" else None,
-        share_done=min(1.0, share) if share is not None else None,
+        eta_s=lately.eta_s(steps, max_steps=max_steps, max_epochs=max_epochs)
+        if info and info.state == "running"
+        else None,
+        share_done=min(1.0, max(shares)) if shares else None,
         error=_error(snapshot),
     )
 
@@ -144,6 +149,8 @@ def _learner(
         validation=history.validations.records[-1].values if history.validations.records else {},
         rewards=tuple(thin(history.curve("train_rollouts/rewards")[1])),
         held_out=_held_out(history),
+        step_s=lately.step_s(steps),
+        is_new=not steps or snapshot.run is None or steps[-1].term < snapshot.run.term,
         skipped_lately=lately.num_skipped(steps),
         fresh_mismatch=tuple(mismatch for mismatch in fresh if mismatch is not None)[-_FRESH_STEPS:],
         live={k: float(v) for k, v in next(details, {}).items() if "/" in k and not isinstance(v, str)},
@@ -178,6 +185,8 @@ def _worker(report: Report, part: view.PartStatus, snapshot: Snapshot) -> view.W
         leases=leases,
         delivered=integer(detail, "groups_delivered") or 0,
         failed=integer(detail, "groups_failed") or 0,
+        ended_lately=integer(detail, "groups_lately") or 0,
+        failed_lately=integer(detail, "groups_failed_lately") or 0,
         loads=integer(detail, "loads") or 0,
         loads_in_flight=integer(detail, "loads_in_flight") or 0,
         rejected=rejected,
@@ -234,6 +243,7 @@ def _weights(snapshot: Snapshot, steps: Sequence[Record], workers: Sequence[view
         num_bytes=sizes[-1] if sizes else None,
         largest_bytes=max(sizes, default=None),
         changed_share=steps[-1].values.get("weights/changed_fraction") if steps else None,
+        published=snapshot.num_versions_published,
         behind=sum(lag > 0 for lag in lags),
         worst_lag=max(lags, default=0),
     )

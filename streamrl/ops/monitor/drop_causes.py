@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from streamrl.ops.monitor.evidence import SLOW_S, alive, lead_waiting
+from streamrl.ops.monitor.evidence import SLOW_S, alive, lead_waiting, usual_step_s
 from streamrl.ops.monitor.reward_causes import reward_outage
 from streamrl.ops.monitor.view import Cause, View, attention, blocking
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural
 
-_SLOW_STEPS = 5.0  # so many times the last step's time, without a step
+_SLOW_STEPS = 5.0  # so many times the time of a usual step, without a step
 _TIMES_POISON = 3  # workers that lost the same ticket
 _HIGH_SHARE = 0.9
 _ENOUGH_GROUPS = 64  # for a share to be meaningful
@@ -31,7 +31,7 @@ def all_groups_dropped(view: View) -> Iterator[Cause]:
     batch, part = view.limits.groups_per_step, lead_waiting(view, Wait.GROUPS)
     if not live or not batch or part is None:
         return
-    if part.progress_s < max(SLOW_S, _SLOW_STEPS * at_last_step.get("timers/step", 0.0)):
+    if part.progress_s < max(SLOW_S, _SLOW_STEPS * usual_step_s(view)):
         return
     dropped = live.get("stream/groups_dropped", 0.0) - at_last_step.get("stream/groups_dropped", 0.0)
     if dropped < 2 * batch:
@@ -96,16 +96,16 @@ def poison_ticket(view: View) -> Iterator[Cause]:
 
 def failing_tickets(view: View) -> Iterator[Cause]:
     """Workers answer mostly with failures."""
-    workers = [worker for worker in alive(view) if worker.failed]
-    delivered = sum(worker.delivered for worker in alive(view))
-    failed = sum(worker.failed for worker in workers)
+    failed = sum(worker.failed_lately for worker in alive(view))
+    delivered = sum(worker.ended_lately for worker in alive(view)) - failed
     if failed < _TIMES_POISON or failed < delivered:
         return
     errors = [letter["error"] for letter in view.dead.latest]
     yield Cause(
         level="attention" if delivered else "blocking",
         title="workers fail most tickets",
-        evidence=f"{failed} failed, {delivered} delivered" + (f"; the last error: {errors[0]:.200}" if errors else ""),
+        evidence=f"of the last {failed + delivered} {failed} failed"
+        + (f"; the last error: {errors[0]:.200}" if errors else ""),
         remedy="fix what the error names, often a reward source; a ticket becomes a dead letter after "
         "worker.max_attempts failures",
     )

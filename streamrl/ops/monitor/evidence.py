@@ -6,6 +6,7 @@ from streamrl.ops.monitor.view import PartStatus, View, WorkerStatus
 from streamrl.telemetry.progress import Wait
 
 SLOW_S = 60.0  # a wait of the learner for groups that counts as long
+_SLOW_STEPS = 10.0  # or so many usual steps, where those take long
 
 
 def alive(view: View) -> list[WorkerStatus]:
@@ -39,9 +40,35 @@ def lead_waiting(view: View, *waits: Wait) -> PartStatus | None:
     return part if part is not None and part.state == "waiting" and part.doing in waits else None
 
 
+def lead_publishing(view: View) -> PartStatus | None:
+    """Rank 0, if training waits until a version of the weights is stored: in that wait, or between two attempts."""
+    part = lead(view)
+    if part is not None and (part.state, part.doing) == ("working", "publish") and _is_far_ahead(view):
+        return part
+    return lead_waiting(view, Wait.WEIGHTS)
+
+
+def _is_far_ahead(view: View) -> bool:
+    """Whether no further step may be made on the newest weights that workers can have."""
+    newest, bound = view.weights.step, view.limits.max_lag_steps
+    return newest is None or (bound is not None and view.run.step - newest > bound)
+
+
+def usual_step_s(view: View) -> float:
+    """Seconds that a step usually takes; 0 before the first one."""
+    return view.learner.step_s or 0.0
+
+
 def waits_long(view: View, part: PartStatus) -> bool:
     """Whether rank 0 has waited for groups much longer than a step takes."""
-    return part.doing_s > max(SLOW_S, 10 * view.learner.metrics.get("timers/step", 0.0))
+    return part.doing_s > max(SLOW_S, _SLOW_STEPS * usual_step_s(view))
+
+
+def room_for_more(view: View) -> str:
+    """What to set so that workers have more groups in flight."""
+    if view.train.leased >= view.train.tickets:
+        return "raise lag.max_steps, since all tickets are leased"
+    return "raise worker.max_groups_in_flight"
 
 
 def is_running(view: View) -> bool:

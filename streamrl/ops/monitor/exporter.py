@@ -72,6 +72,9 @@ class _RunFigures(Collector):
         yield self._by("streamrl_worker_tokens_per_second", "tokens generated per second", "worker", speeds)
         lags = {worker.part.name: worker.lag for worker in workers}
         yield self._by("streamrl_worker_lag_steps", "how many steps its weights are behind the newest", "worker", lags)
+        yield self._one(
+            "streamrl_lag_bound_steps", "lag.max_steps: how old tokens may usually be", view.limits.max_lag_steps
+        )
         yield self._one("streamrl_workers_behind", "workers that serve old weights", view.weights.behind)
         errors: dict[tuple[str, ...], float] = {
             (source.name, worker.part.name): float(count)

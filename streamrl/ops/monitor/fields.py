@@ -31,6 +31,7 @@ def limits_of(config: Mapping[str, Any]) -> view.Limits:
         idle_timeout_s=number(section(config, "learner"), "idle_timeout_s"),
         max_attempts=integer(section(config, "worker"), "max_attempts"),
         stale=stale if isinstance(stale, str) else None,
+        checkpoint_timeout_s=number(section(config, "checkpoint"), "timeout_s"),
         model_dtype=_dtype(config, "model"),
         weights_dtype=_dtype(config, "weights"),
         arithmetic=_arithmetic(config),

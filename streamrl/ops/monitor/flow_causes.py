@@ -10,12 +10,15 @@ from streamrl.ops.monitor.evidence import (
     alive,
     is_running,
     lead,
+    lead_publishing,
     lead_waiting,
     reported,
+    room_for_more,
     waiting_for,
     waits_long,
 )
 from streamrl.ops.monitor.lately import STEPS
+from streamrl.ops.monitor.reward_causes import environment_is_slow, rewards_are_slow
 from streamrl.ops.monitor.view import Cause, View, attention, blocking, info
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural, size
@@ -80,7 +83,7 @@ def lag_bound_reached(view: View) -> Iterator[Cause]:
     if lag is None or batch is None or not is_running(view) or not idle or len(idle) < len(alive(view)):
         return
     ready = min(train.groups, (lag + 1) * batch)
-    if train.tickets or train.groups < batch or lead_waiting(view, Wait.GROUPS, Wait.RESUME):
+    if train.tickets or train.groups < batch or lead_waiting(view, Wait.GROUPS, Wait.RESUME) or lead_publishing(view):
         return
     part = lead(view)
     activity = f"{part.doing}, for {age(part.doing_s)}" if part else "does not report"
@@ -95,7 +98,7 @@ def lag_bound_reached(view: View) -> Iterator[Cause]:
 
 def generation_is_slow(view: View) -> Iterator[Cause]:
     part = lead_waiting(view, Wait.GROUPS)
-    if part is None or not view.train.tickets:
+    if part is None or not view.train.tickets or any(environment_is_slow(view)) or any(rewards_are_slow(view)):
         return
     workers = [worker for worker in alive(view) if not worker.rejected]  # these are a cause of their own
     if not workers:
@@ -106,7 +109,7 @@ def generation_is_slow(view: View) -> Iterator[Cause]:
         title="the learner waits for groups",
         evidence=f"for {age(part.doing_s)}; {plural(len(workers), 'worker')} generate {speed:.0f} tokens/s, "
         f"{view.train.leased} of {plural(view.train.tickets, 'ticket')} are leased",
-        remedy="generation is the bottleneck: add workers, or raise worker.max_groups_in_flight",
+        remedy=f"generation is the bottleneck: add workers, or {room_for_more(view)}",
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -83,6 +83,13 @@ class History:
         """Read only the last records of the file, which is quick however long the run was."""
         return cls.of(map(to_record, read_lines(folder / METRICS, last_bytes=_END_BYTES)))
 
+    @classmethod
+    def of_recent(cls, records: Iterable[Record], client: redis.Redis, keys: Keys) -> History:
+        """Build from the last records, which the caller has read, and all validations that Redis keeps. TransportError
+        if it does not answer."""
+        entries: Any = _answer(client, lambda: client.xrange(keys.validations)) or []
+        return cls.of(_in_order([*to_records(entries), *records]))
+
     def curve(self, metric: str) -> tuple[list[int], list[float]]:
         """Return (steps, values) of the records with this metric, from training or validation."""
         curve = self.validations if is_validation([metric]) else self.steps
@@ -101,12 +108,8 @@ class History:
 
     def refresh(self, client: redis.Redis, keys: Keys) -> bool:
         """Read what is new, and return whether there was anything. TransportError if Redis does not answer."""
-        try:
-            records = self._read_new(client, keys) if self._last_id is not None else self._read_all(client, keys)
-        except redis.RedisError as error:
-            if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
-                return False
-            raise TransportError(f"Redis at {server_name(client)} did not return the metrics: {error}") from error
+        read = self._read_all if self._last_id is None else self._read_new
+        records = _answer(client, lambda: read(client, keys)) or []
         for record in records:
             self.add(record)
         return bool(records)
@@ -127,10 +130,8 @@ class History:
                 pipe.xrange(stream)
             pipe.xrevrange(keys.metrics, count=LONGEST_RECENT + 500)
             *thinned, recent = pipe.execute()
-        records = (record for page in (*thinned, recent[::-1]) for record in to_records(page))
-        found = {(record.term, record.step, is_validation(record.values)): record for record in records}
         self._last_id = recent[0][0].decode() if recent else START
-        return sorted(found.values(), key=lambda record: (record.term, record.step))
+        return _in_order(record for page in (*thinned, recent[::-1]) for record in to_records(page))
 
     def _restarted(self, client: redis.Redis, keys: Keys) -> bool:
         """Return whether the stream ends before what was read: Redis lost it, or the run was started over."""
@@ -143,6 +144,22 @@ class History:
         curve.add(record)
         if len(curve.records) > self._longest:
             del curve.records[1 : len(curve.records) // 2 : 2]
+
+
+def _answer(client: redis.Redis, ask: Callable[[], T]) -> T | None:
+    """Return what Redis answers; None for a key of another type, which a snapshot notes."""
+    try:
+        return ask()
+    except redis.RedisError as error:
+        if isinstance(error, redis.ResponseError) and "WRONGTYPE" in str(error):
+            return None
+        raise TransportError(f"Redis at {server_name(client)} did not return the metrics: {error}") from error
+
+
+def _in_order(records: Iterable[Record]) -> list[Record]:
+    """Return records of several streams in the order in which they were written, each once."""
+    found = {(record.term, record.step, is_validation(record.values)): record for record in records}
+    return sorted(found.values(), key=lambda record: (record.term, record.step))
 
 
 def to_record(line: dict[str, Any]) -> Record:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from statistics import fmean, median
 
 from streamrl.protocol.transport.types import Record
 
+EPOCH = "train_rollouts/epoch"
 STEPS = 50
 _PACE_STEPS = 20
+_PAUSED = 10.0  # times the usual pace
 
 
 def added(steps: Sequence[Record], live: Mapping[str, float]) -> dict[str, float]:
@@ -37,10 +40,27 @@ def _window(steps: Sequence[Record]) -> Sequence[Record]:
     return steps[-STEPS - 1 :]
 
 
-def eta_s(steps: Sequence[Record], share: float | None) -> float | None:
-    """Extrapolate the pace of the last steps of one learner: between two learners the run may have stopped for days."""
+def step_s(steps: Sequence[Record]) -> float | None:
+    """Return how long a step usually takes, also after one that a pause made long."""
+    times = [record.values["timers/step"] for record in steps[-_PACE_STEPS:] if "timers/step" in record.values]
+    return median(times) if times else None
+
+
+def eta_s(steps: Sequence[Record], *, max_steps: int, max_epochs: int) -> float | None:
+    """Extrapolate the last steps of one learner to the bound that they reach first; `max_steps` is -1 without one.
+    Between two learners the run may have stopped for days."""
     recent = [record for record in steps[-_PACE_STEPS:] if record.term == steps[-1].term]
-    if not share or len(recent) < 2 or recent[-1].step <= recent[0].step:
+    if len(recent) < 2:
         return None
-    pace_s = (recent[-1].at - recent[0].at) / (recent[-1].step - recent[0].step)
-    return max(0.0, pace_s * recent[-1].step * (1 / share - 1))
+    first, last = recent[0], recent[-1]
+    left = [float(max_steps - last.step)] if max_steps > 0 else []  # steps
+    if EPOCH in first.values and (grown := last.values.get(EPOCH, 0.0) - first.values[EPOCH]) > 0:
+        left.append((max_epochs - last.values[EPOCH]) * (last.step - first.step) / grown)
+    return max(0.0, min(left) * _pace_s(recent)) if left else None
+
+
+def _pace_s(recent: Sequence[Record]) -> float:
+    """Return the mean time of a step without those in which the run was paused."""
+    paces = [(after.at - before.at) / (after.step - before.step) for before, after in pairwise(recent)]
+    usual = median(paces)
+    return fmean(pace for pace in paces if pace <= _PAUSED * abs(usual))

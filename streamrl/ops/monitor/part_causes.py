@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from streamrl.ops.monitor.evidence import (
     alive,
     is_running,
     launching,
     lead,
+    lead_publishing,
     lead_waiting,
     rejecting,
     reported,
+    usual_step_s,
     waiting_for,
 )
-from streamrl.ops.monitor.view import Cause, View, WorkerStatus, attention, blocking, info
+from streamrl.ops.monitor.view import Cause, PartStatus, View, WorkerStatus, attention, blocking, info
 from streamrl.protocol.weights.rejected import REMEDY_OF_ALL
 from streamrl.telemetry.progress import Wait
 from streamrl.terminal import age, plural
 
 _STUCK_S = 120.0  # in one activity without progress
-_STORING_S = 30.0  # storing a version; some seconds are normal, above all for the first
+_STORING_S = 30.0  # storing a version or a checkpoint; some seconds are normal, above all for the first
+_STORED: Mapping[str, str] = {"checkpoint": "a checkpoint is", "export": "the finished model is"}  # by the activity
 _MAX_NAMED = 3
 _STUCK_STEPS = 10.0  # or for so many usual steps, where those take long
 # A death degrades the run for so long: who looks every few minutes sees it, and a replacement can load its model. After
@@ -84,10 +87,10 @@ def learner_starting(view: View) -> Iterator[Cause]:
 
 
 def publish_stuck(view: View) -> Iterator[Cause]:
-    if (part := lead_waiting(view, Wait.WEIGHTS)) and part.doing_s >= _STORING_S:
+    if (part := lead_publishing(view)) and part.progress_s >= _STORING_S:
         yield blocking(
             title="new weights cannot be stored",
-            evidence=f"the learner has tried for {age(part.doing_s)}; the newest version is "
+            evidence=f"the learner has tried for {age(part.progress_s)}; the newest version is "
             f"{view.weights.latest or 'none'}",
             remedy="free space in weights.store (Redis, disk or bucket); the learner's log has the error",
         )
@@ -105,18 +108,48 @@ def checkpoints_refused(view: View) -> Iterator[Cause]:
         )
 
 
+def saving(view: View) -> Iterator[Cause]:
+    """All ranks wait while files as large as the model are written, or while an earlier checkpoint still is."""
+    part = lead(view)
+    if part is None or part.state != "working" or part.doing not in _STORED or any(learner_stuck(view)):
+        return
+    if _stands_s(part) >= _STORING_S:
+        yield info(
+            title=f"{_STORED[part.doing]} being written",
+            evidence=f"for {age(_stands_s(part))}; it may take {age(view.limits.checkpoint_timeout_s)} "
+            "(checkpoint.timeout_s)",
+            remedy="wait for it; if training waits for checkpoints often, keep the run's folder on a faster disk, or "
+            "raise checkpoint.every_steps",
+        )
+
+
 def learner_stuck(view: View) -> Iterator[Cause]:
     part = lead(view)
-    if part is None or part.state not in ("working", "stopping"):
+    if part is None or part.state not in ("working", "stopping") or _stands_s(part) < _may_stand_s(view, part):
         return
-    usual = view.learner.metrics.get("timers/step", 0.0)
-    if part.progress_s >= max(_STUCK_S, _STUCK_STEPS * usual):
-        yield blocking(
-            title="the learner makes no progress",
-            evidence=f"{part.doing} for {age(part.progress_s)}; a step usually takes {age(usual or None)}",
-            remedy=f"inspect process {part.pid} on {part.host} (py-spy dump), its peers and its disk; "
-            "the watchdog will kill it eventually, and torchrun restarts it",
+    if part.doing == "train" and view.learner.is_new:
+        yield info(
+            title="the learner's first step takes long",
+            evidence=f"{part.doing} for {age(_stands_s(part))}, since the learner's start",
+            remedy="wait: it also compiles the model; if it hangs, the watchdog kills it, and torchrun restarts it",
         )
+        return
+    yield blocking(
+        title="the learner makes no progress",
+        evidence=f"{part.doing} for {age(_stands_s(part))}; a step usually takes {age(view.learner.step_s)}",
+        remedy=f"inspect process {part.pid} on {part.host} (py-spy dump), its peers and its disk; "
+        "the watchdog will kill it eventually, and torchrun restarts it",
+    )
+
+
+def _stands_s(part: PartStatus) -> float:
+    """Return how long it has neither made progress nor waited; between two waits of a long one it does not stand."""
+    return min(part.progress_s, part.doing_s)
+
+
+def _may_stand_s(view: View, part: PartStatus) -> float:
+    at_disk_s = view.limits.checkpoint_timeout_s if part.doing in _STORED else None
+    return max(_STUCK_S, _STUCK_STEPS * usual_step_s(view), at_disk_s or 0.0)
 
 
 def no_workers(view: View) -> Iterator[Cause]:
@@ -233,10 +266,13 @@ def peer_lied(view: View) -> Iterator[Cause]:
 
 def workers_stuck(view: View) -> Iterator[Cause]:
     workers = alive(view)
-    limit = max(_STUCK_S, _STUCK_STEPS * view.learner.metrics.get("timers/generate", 0.0))
+    took = view.learner.metrics
+    limit = max(_STUCK_S, _STUCK_STEPS * (took.get("timers/generate", 0.0) + took.get("timers/reward", 0.0)))
     # Multi-turn rollouts may take longer than any limit here; see `environment_is_slow`.
     in_episodes = [worker.part for worker in workers if worker.detail.get("rewards/environment/under_way")]
-    busy = [worker.part for worker in workers if worker.part.state == "working" and worker.leases]
+    # Nobody knows how long an answer takes before the first one: an engine that generates is not stuck.
+    idle = [worker for worker in workers if not worker.tokens_per_s]
+    busy = [worker.part for worker in idle if worker.part.state == "working" and worker.leases]
     stuck = [part for part in busy if part.progress_s > limit and part not in in_episodes]
     if stuck:
         names = ", ".join(part.name for part in stuck[:3])

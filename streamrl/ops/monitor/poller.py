@@ -93,11 +93,13 @@ class ConnectingWatcher:
 
 
 def look_once(source: Opened | Remains) -> View:
-    """Look once: only the latest steps, enough for a short reward curve and the pace."""
+    """Look once: only the latest steps, enough for a short reward curve and the pace, and all validations, which most
+    of these steps are without."""
     if isinstance(source, Remains):
         return view_of(source, now=time.time())
     seen = snapshot(source.client, source.keys, num_records=_RECORDS, num_events=NUM_EVENTS)
-    return build_view(seen, run_name=source.name, server=source.server)
+    history = History.of_recent(seen.records, source.client, source.keys)
+    return build_view(seen, run_name=source.name, server=source.server, history=history)
 
 
 class Poller:

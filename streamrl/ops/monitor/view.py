@@ -50,6 +50,7 @@ class Limits:
     idle_timeout_s: float | None = None
     max_attempts: int | None = None
     stale: str | None = None
+    checkpoint_timeout_s: float | None = None
     model_dtype: str | None = None  # the learner's; below it the workers'; never `auto`
     weights_dtype: str | None = None
     arithmetic: str | None = None  # the coarser of the two: float32 or bfloat16
@@ -86,6 +87,8 @@ class LearnerStatus:
     validation: Mapping[str, float]  # of the last validation, by name
     rewards: tuple[float, ...]  # by step, oldest first, thinned
     held_out: Mapping[str, tuple[float, ...]]  # by reward source, the means of the validations
+    step_s: float | None  # that a step usually takes
+    is_new: bool  # it has made no step since it started, and may still have to compile
     skipped_lately: int  # recent steps that changed nothing because a loss or gradient was not finite
     fresh_mismatch: tuple[float, ...]  # of recent steps with fresh samples, oldest first
     live: Mapping[str, float]  # its current counters, also between steps
@@ -103,6 +106,8 @@ class WorkerStatus:
     leases: int
     delivered: int
     failed: int
+    ended_lately: int  # of its last tickets, those delivered or failed
+    failed_lately: int
     loads: int  # weight versions loaded
     loads_in_flight: int  # of these, loaded while samples were being generated
     rejected: str  # why the engine rejected new weights; "": it did not
@@ -143,6 +148,7 @@ class WeightsStatus:
     num_bytes: float | None  # of the newest
     largest_bytes: float | None  # of recent versions: usually an anchor
     changed_share: float | None  # of elements, in the newest
+    published: int | None  # versions announced since the start of the run
     behind: int  # workers that serve an older version
     worst_lag: int  # steps
 
@@ -152,7 +158,7 @@ class Drops:
     trained: int
     dropped: int
     by_reason: Mapping[str, int]
-    rate_by_length: Mapping[str, float]  # by upper bounds of the longest response
+    rate_by_length: Mapping[str, float]  # by upper bounds of the longest response; of the whole run only
     ignored: Mapping[str, int]
 
 

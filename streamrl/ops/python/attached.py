@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from streamrl.errors import ResourceError, TransportError
+from streamrl.ops.monitor.evidence import is_running, is_taken_up
 from streamrl.ops.monitor.poller import look_once
-from streamrl.ops.monitor.remains import Remains
-from streamrl.ops.monitor.runs import find_target, opened
+from streamrl.ops.monitor.remains import Remains, read_remains
+from streamrl.ops.monitor.runs import Opened, find_target, opened
 from streamrl.ops.monitor.view import RunStatus, View
 from streamrl.ops.python.launcher import EndOfRun
 from streamrl.protocol.transport import operator as orders
@@ -23,14 +25,40 @@ _PATIENCE_S = 120.0  # while a Redis that was there is away; the default patienc
 
 def look_at(folder: Path) -> View:
     """Return the state of the run in this folder, as in `streamrl status`."""
-    with opened(find_target(folder, None, None)) as opened_run:
-        return look_once(opened_run)
+    with _opened(folder) as source:
+        return look_once(source)
 
 
-def _find(folder: Path) -> RunStatus | Remains:
-    """Return the run as its Redis shows it, or what its folder records: without a view, which takes all its curves."""
-    with opened(find_target(folder, None, None)) as source:
-        return source if isinstance(source, Remains) else look_once(source).run
+def end_in_view(view: View, folder: Path) -> EndOfRun | None:
+    """Return how the run has ended, as its Redis shows it; None if it goes on. Redis does not know of a learner that is
+    starting, nor that one was killed. ResourceError if it holds nothing of the run; a learner may restore that."""
+    if is_taken_up(view):
+        return None
+    if view.run.state == "absent":
+        raise ResourceError(f"Redis at {view.redis.server} holds nothing of run {view.run.name!r} any more")
+    return _end_of(view.run, has_crashed=is_running(view) and _was_killed(view, folder))
+
+
+def _was_killed(view: View, folder: Path) -> bool:
+    """Return whether nobody holds the run or restarts its learner, whose process is gone."""
+    has_launcher = any(part.role == "launcher" and part.alive for part in view.others)
+    return view.learner.holder is None and not has_launcher and read_remains(folder).state == "crashed"
+
+
+def _end_of(run: RunStatus | Remains, *, has_crashed: bool) -> EndOfRun | None:
+    if has_crashed:
+        error = f"run {run.name!r} crashed at step {run.step}; streamrl.start resumes it"
+        return EndOfRun(state="failed", error=error)
+    match run.state:
+        case "finished" | "stopped" | "failed":
+            error = run.error or f"run {run.name!r} failed at step {run.step}"
+            summary = run.summary if isinstance(run, Remains) else None
+            return EndOfRun(state=run.state, steps=run.step, summary=summary, error=error)
+    return None
+
+
+def _opened(folder: Path) -> AbstractContextManager[Opened | Remains]:
+    return opened(find_target(folder, None, None))
 
 
 class Attached:
@@ -39,23 +67,18 @@ class Attached:
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
         self._away_since: float | None = None  # over all waits, since short ones may follow each other
-        run = _find(folder)
+        with _opened(folder) as source:
+            run = source if isinstance(source, Remains) else look_once(source).run
         if run.state == "absent":
             raise ResourceError(f"the run in {folder} has not started; streamrl.start starts it")
         self.name = run.name
 
     @property
     def ended(self) -> EndOfRun | None:
-        run = _find(self._folder)
-        match run.state:
-            case "finished" | "stopped" | "failed":
-                error = run.error or f"run {run.name!r} failed at step {run.step}"
-                summary = run.summary if isinstance(run, Remains) else None
-                return EndOfRun(state=run.state, steps=run.step, summary=summary, error=error)
-            case "crashed":
-                error = f"run {run.name!r} crashed at step {run.step}; streamrl.start resumes it"
-                return EndOfRun(state="failed", error=error)
-        return None
+        with _opened(self._folder) as source:
+            if isinstance(source, Remains):  # without a view, which takes all its curves
+                return _end_of(source, has_crashed=source.state == "crashed")
+            return end_in_view(look_once(source), self._folder)
 
     def wait(self, timeout_s: float | None) -> bool:
         deadline = self._clock() + timeout_s if timeout_s is not None else float("inf")
@@ -80,9 +103,9 @@ class Attached:
         return ended is not None
 
     def end(self, timeout_s: float | None) -> None:
-        with opened(find_target(self._folder, None, None)) as opened_run:
-            if isinstance(opened_run, Remains):
+        with _opened(self._folder) as source:
+            if isinstance(source, Remains):
                 return
-            orders.set_control(opened_run.client, opened_run.keys, "stop", by=orders.operator())
+            orders.set_control(source.client, source.keys, "stop", by=orders.operator())
         if not self.wait(timeout_s):
             raise TimeoutError(f"run {self.name!r} has not stopped in {timeout_s:g} s; the stop command stays in force")

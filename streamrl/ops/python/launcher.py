@@ -7,7 +7,7 @@ program does (its working directory, signals, logs, a busy interpreter).
 
 Owns the process, and a thread that reads its lines. A SIGTERM makes the launcher end the run in order, a second signal
 ends it at once. The launcher itself checks whether this program is alive, so that the run ends in order even after
-`kill -9`; an orderly exit of the program requests this and waits.
+`kill -9`, which is never a second signal; an orderly exit of the program requests this and waits.
 """
 
 from __future__ import annotations

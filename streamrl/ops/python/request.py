@@ -1,8 +1,8 @@
 """What a program requests from its launcher: a configuration with overrides, and reward functions.
 
 A function is named by the location of its code, as in a configuration, if workers can find it there: in a module, or in
-a file. Others (from a notebook, the program's own file, a lambda, a closure) are pickled by value and written into the
-run's folder:
+a file. Others (from a notebook, the program's own file, a package beside it, a lambda, a closure) are pickled by value
+and written into the run's folder:
 
     near, of my_rewards.py in the working directory    my_rewards.py:near
     near, of an installed package                       package.module:near
@@ -15,12 +15,14 @@ folder is by then (`config.changes`).
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import sysconfig
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 from streamrl.config.load import as_json, as_overrides
@@ -30,6 +32,14 @@ from streamrl.recipe.own import PICKLED, pickled
 Reward = Callable[..., Any] | str  # a function, or a value of `target`
 Rewards = Mapping[str, Reward] | Sequence[Reward]
 _LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+# Prints the folders of a package, or a module's file, without importing it; nothing if there is none.
+_FIND = """
+import json, sys
+from importlib.util import find_spec
+spec = find_spec(sys.argv[1])
+print(json.dumps(spec and (list(spec.submodule_search_locations or []) or [spec.origin])))
+"""
+_FIND_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +87,20 @@ def make_request(
     if not isinstance(overrides, Mapping | None):
         raise ConfigError(f"overrides = {overrides!r:.80}: must be a map, such as {{'optimizer.lr': 1e-4}}")
     functions: dict[str, bytes] = {}
-    sources: dict[str, Any] = {}
+    sources: list[str] = []
     for name, reward in _named(rewards or {}).items():
         target = reward if isinstance(reward, str) else _locate(reward, name)
         if target is None:
             functions[name] = _pickle(reward, name)
-        sources[f"rewards.{name}"] = {"type": "function", "target": target or f"{name}.pkl:{name}"}
+        source = {"type": "function", "target": target or f"{name}.pkl:{name}"}
+        sources += as_overrides({f"rewards.{name}": source})
     chosen = dict(overrides or {})
     if rewards is not None:  # they replace the configuration's, and nothing asks its reward server then
         unused = {} if _adds_service(chosen) else {"reward_server": None}
-        sources = {"rewards": None} | unused | sources
+        sources = [*as_overrides({"rewards": None} | unused), *as_overrides({"rewards": {}}), *sources]
     return Request(
         config=config if isinstance(config, Mapping) else str(config),
-        overrides=tuple(as_overrides(sources | chosen)),
+        overrides=(*sources, *as_overrides(chosen)),
         functions=functions,
         takeover=takeover,
     )
@@ -129,16 +140,44 @@ def _locate(function: Callable[..., Any], name: str) -> str | None:
     if module is None or module.__name__ == "__main__" or getattr(module, qualname, None) is not function:
         return None
     file = Path(getattr(module, "__file__", None) or "")
-    if "." in module.__name__ or file.suffix != ".py" or any(file.is_relative_to(folder) for folder in _LIBRARIES):
-        return f"{module.__name__}:{qualname}"
+    if "." in module.__name__ or file.suffix != ".py" or _is_in_library(file):
+        return f"{module.__name__}:{qualname}" if _is_found_by_workers(module) else None
     file = file.resolve()
     path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
     return f"{path}:{qualname}"
 
 
+def _is_in_library(file: Path) -> bool:
+    return any(file.is_relative_to(folder) for folder in _LIBRARIES)
+
+
+def _is_found_by_workers(module: ModuleType) -> bool:
+    """Ask a Python as new as theirs, since this one may find modules also beside its program, or by a changed
+    `sys.path`."""
+    if _is_in_library(Path(getattr(module, "__file__", None) or "")):
+        return True
+    package = _package_of(module)
+    words = [sys.executable, "-c", _FIND, package.__name__]
+    found = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, timeout=_FIND_S).stdout)
+    here = list(getattr(package, "__path__", [])) or [getattr(package, "__file__", None)]
+    return found is not None and _resolved(found) == _resolved(here)
+
+
+def _package_of(module: ModuleType) -> ModuleType:
+    return sys.modules[module.__name__.partition(".")[0]]
+
+
+def _resolved(places: Sequence[str | None]) -> set[Path | None]:
+    """Without a place, it is a built-in module."""
+    return {Path(place).resolve() if place not in (None, "built-in", "frozen") else None for place in places}
+
+
 def _pickle(function: Any, name: str) -> bytes:
+    """Pickle by value also what workers cannot import of the function's own package."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    has_own = module is not None and module.__name__ != "__main__" and not _is_found_by_workers(module)
     try:
-        return pickled(function)
+        return pickled(function, by_value=_package_of(module) if module is not None and has_own else None)
     except Exception as error:  # noqa: BLE001 - pickling what it refers to may raise anything
         raise ConfigError(
             f"rewards.{name}: cannot pickle the function and the objects that it uses, to send them to the workers: "

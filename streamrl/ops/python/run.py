@@ -30,6 +30,7 @@ from streamrl.ops.python.launcher import EndOfRun, Launcher, Life
 from streamrl.ops.python.picture import canvas, html
 from streamrl.ops.python.request import Rewards, make_request
 from streamrl.ops.python.steps import Step, follow, to_step
+from streamrl.recipe.own import refuse_while_loading
 
 _LOOK_EVERY_S = 0.2
 _SHOW_EVERY_S = 0.5
@@ -76,6 +77,7 @@ def start(
     StreamrlError with the message that the command would print: UserError if there is something for you to fix.
     `takeover` replaces a learner elsewhere that holds the run.
     """
+    refuse_while_loading()
     launcher = Launcher(make_request(config, overrides, rewards, takeover=takeover))
     with spinner(Console(stderr=True, quiet=quiet)) as show:
         launcher.wait_until_started(show)
@@ -138,12 +140,14 @@ class Run:
         return self._result(self._ended())
 
     def watch(self) -> None:
-        """Display it, in the terminal or below a notebook's cell, until it has ended. Ctrl-C ends only the display."""
+        """Display it, in the terminal or below a notebook's cell, until it has ended; then raise its error if it has
+        failed. Ctrl-C ends only the display."""
         with canvas() as panel:
             is_over = False
             while not is_over:
                 is_over = self._life.wait(_SHOW_EVERY_S)
                 panel.show(self._frame())
+        self._ended().check()
 
     def __enter__(self) -> Self:
         return self

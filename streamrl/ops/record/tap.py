@@ -2,7 +2,8 @@
 affected.
 
 The learner trims what it has committed, so a slow reader misses groups. Their number is exact if the server counts all
-entries ever added (Redis 7, Valkey), and unknown on Redis 6.2. Blocks up to the requested time, and for half a minute
+entries ever added (Redis 7, Valkey), and unknown on Redis 6.2. It is also unknown if the reader goes on from an entry
+that has been trimmed: nobody has counted what came meanwhile. Blocks up to the requested time, and for half a minute
 at most while Redis is away.
 
 `record` is one recording session: from the tap to the files, until the run ends or the user stops it. It blocks on
@@ -41,7 +42,8 @@ class Tap:
         self._client, self._keys, self._run_uid = client, keys, run_uid
         self._stream = keys.groups(purpose)
         self.after = START  # groups beyond this entry id are read
-        self.num_missed: int | None = None  # since the first `look_back`; None: the server does not count
+        self.num_missed: int | None = None  # since where it began; None: unknown
+        self._has_gap: bool | None = None  # groups may have been trimmed before the first `look_back`; None: not known
         self._num_read = 0  # since the last `look_back`
         self._num_added: int | None = None  # entries ever added, at the last `look_back`
 
@@ -63,7 +65,10 @@ class Tap:
                 pipe.xread({self._stream: self.after}, count=_ENTRIES_A_READ)
                 return pipe.execute(raise_on_error=False)
 
+        begin = self.after
         info, reply = self.with_retries("look back", count_and_read)
+        if self._has_gap is None:
+            self._has_gap = isinstance(info, dict) and _begins_after(info, begin)
         entries = [] if isinstance(reply, Exception) else self._take(reply)
         if len(entries) < _ENTRIES_A_READ:  # otherwise there is more, of unknown number
             self._account(info if isinstance(info, dict) else {}, entries)
@@ -89,7 +94,7 @@ class Tap:
     def _account(self, info: Mapping[str, Any], entries: list[Entry]) -> None:
         added, last = info.get("entries-added"), entry_order(info.get("last-generated-id", b"0-0").decode())
         num_later = sum(entry_order(entry.id) > last for entry in entries)  # read, and added after the count
-        if added is not None and self._num_added is not None and added >= self._num_added:
+        if added is not None and self._num_added is not None and added >= self._num_added and not self._has_gap:
             missed = max(0, added - self._num_added - (self._num_read - num_later))
             self.num_missed = (self.num_missed or 0) + missed
         self._num_added, self._num_read = added, num_later
@@ -104,6 +109,12 @@ class Tap:
     def with_retries(self, what: str, call: Callable[[], T]) -> T:
         """Run a command with retries."""
         return repeat(self._client, what, call, give_up_after_s=_GIVE_UP_AFTER_S)
+
+
+def _begins_after(info: Mapping[str, Any], entry_id: str) -> bool:
+    """Whether the stream holds neither this entry nor all that came after it, as far as it tells."""
+    first = info["first-entry"][0] if info.get("first-entry") else info["last-generated-id"]
+    return entry_id != START and entry_order(first.decode()) > entry_order(entry_id)
 
 
 class LiveGroups(Tap):

@@ -63,7 +63,7 @@ class Keys:
 
         # Hash: weight version -> manifest.
         self.manifests = f"{prefix}manifests"
-        # Hash: latest, base, step, at.
+        # Hash: latest, base, step, at, published.
         self.weights = f"{prefix}weights"
         # Stream of one entry, whose id is the newest version: wakes waiting workers. Field u.
         self.announced = f"{prefix}announced"

@@ -1,7 +1,7 @@
 """The dead letters in Redis: a part of the learner's half of the stream, with the same fence.
 
 The learner's ledger is the record of letters, and checkpoints store them with their errors. Redis holds a copy for
-operators (`transport.operator`), which `Dispatch.reconcile` repairs.
+operators (`transport.operator`), which `learner.groups.reconcile` repairs.
 """
 
 from __future__ import annotations

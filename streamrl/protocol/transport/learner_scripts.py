@@ -200,7 +200,8 @@ if latest == version and redis.call('HGET', manifests, version) == manifest then
 if tonumber(version) <= tonumber(latest) then return {'STALE', latest} end
 write_manifest(manifests, version, manifest, 6)
 redis.call('XADD', announced, 'MAXLEN', 1, version .. '-0', 'u', uid)
-redis.call('HSET', weights, 'latest', version, 'base', base, 'step', step, 'at', now)
+local published = tonumber(redis.call('HGET', weights, 'published') or '0') + 1
+redis.call('HSET', weights, 'latest', version, 'base', base, 'step', step, 'at', now, 'published', published)
 return {'OK'}
 """
 )

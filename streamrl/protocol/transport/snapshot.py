@@ -87,6 +87,7 @@ class Snapshot:
     lease_left_s: float | None = None
     was_removed: bool = False  # a tombstone is there
     num_versions_kept: int = 0
+    num_versions_published: int | None = None  # since this Redis has had the run
     num_retry_requests: int = 0
     letters: tuple[Mapping[str, str], ...] = ()  # the newest dead letters, newest first: {ticket, error}
     server: Server = Server()
@@ -124,6 +125,7 @@ def snapshot(
         latest_version=seen.value(_to_int, "weights", weights, "latest"),
         latest_version_step=seen.value(_to_int, "weights", weights, "step") or 0,
         latest_version_at=seen.value(_to_float, "weights", weights, "at"),
+        num_versions_published=seen.value(_to_int, "weights", weights, "published"),
         reports=seen.all_of("reports", progress, decode_reports(progress)),
         records=seen.all_of("records of metrics", records, to_records(reversed(records))),
         events=seen.all_of("events", events, _readable(reversed(events), _to_event)),

@@ -12,6 +12,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import redis
@@ -21,13 +22,12 @@ import structlog
 from streamrl.crashpoints import crashpoint
 from streamrl.errors import WireError
 from streamrl.protocol.transport import worker_scripts as scripts
-from streamrl.protocol.transport.announced import AnnouncementReader
 from streamrl.protocol.transport.connection import bounded_block_ms
 from streamrl.protocol.transport.entries import Deliveries, Delivery, one_of, read_ticket
 from streamrl.protocol.transport.keys import HANDED_BACK, LEADER, WORKERS, Keys
 from streamrl.protocol.transport.script import Argument
 from streamrl.protocol.transport.types import CONTROLS, Control, Leased, RunInfo
-from streamrl.protocol.transport.worker_run import WorkerRun
+from streamrl.protocol.transport.worker_run import AnnouncementReader, WorkerRun
 from streamrl.protocol.wire.ticket import PURPOSES, Purpose
 
 # A lease neither renewed nor ended for this many lease lengths is forgotten; its ticket may be leased again.
@@ -71,7 +71,8 @@ class WorkerStream:
 
     async def learner_report(self) -> bytes | None:
         """Return the learner's undecoded report, or None: if it changes, a learner is alive."""
-        found: Any = await self._run.ask("look for a learner", lambda: self._client.hget(self._keys.progress, LEADER))
+        read = partial(self._client.hget, self._keys.progress, LEADER)
+        found: Any = await self._run.retrying("look for a learner", read)
         return found if found is None else bytes(found)
 
     async def lease(self, *, max_tickets: int, block_ms: int) -> list[Leased]:
@@ -82,7 +83,7 @@ class WorkerStream:
         assert max_tickets >= 1, f"cannot lease {max_tickets} tickets"
         looks = self._recover or not self._can_wait or time.monotonic() >= self._look_for_expired_at
         if block_ms <= 0 or looks:
-            taken = await self._run.do("lease tickets", lambda uid: self._take(uid, max_tickets))
+            taken = await self._run.with_uid("lease tickets", lambda uid: self._take(uid, max_tickets))
             if taken is None:
                 await asyncio.sleep(bounded_block_ms(self._client, block_ms) / 1000)
                 return []
@@ -90,7 +91,7 @@ class WorkerStream:
                 self._look_for_expired_at = 0.0  # some had expired, and there may be more
             if (leased := self._adopt(taken[0], max_tickets)) or block_ms <= 0:
                 return leased
-        arrived = await self._run.ask("wait for tickets", lambda: self._wait(max_tickets, block_ms))
+        arrived = await self._run.retrying("wait for tickets", lambda: self._wait(max_tickets, block_ms))
         if self._recover:
             return await self.lease(max_tickets=max_tickets, block_ms=0)
         leased = self._adopt(arrived, len(arrived))
@@ -106,7 +107,7 @@ class WorkerStream:
         if not leased:
             return []
         args = (WORKERS, self._worker, *_places(leased))
-        reply = await self._run.call("renew leases", scripts.RENEW, self._tickets, *args)
+        reply = await self._run.call_script("renew leases", scripts.RENEW, self._tickets, *args)
         crashpoint("ticket.renewed")
         if reply is None:  # the server was emptied: the learner issues again what it still needs
             lost = list(leased)
@@ -131,7 +132,7 @@ class WorkerStream:
         """Return these tickets, so that others may lease them at once."""
         if leased:
             args = (*self._to_nobody, *_places(leased))
-            await self._run.call("hand tickets back", scripts.HAND_BACK, self._tickets, *args)
+            await self._run.call_script("hand tickets back", scripts.HAND_BACK, self._tickets, *args)
             crashpoint("ticket.handed_back")
             self._let_go(leased)
 
@@ -139,12 +140,13 @@ class WorkerStream:
         """Hand back everything pending under our name, even what a lost reply assigned to us: the last call. While
         Redis is down it waits like every call, so a caller in a hurry must set a timeout.
         """
-        await self._run.call("leave the run", scripts.LEAVE, self._tickets, *self._to_nobody)
+        await self._run.call_script("leave the run", scripts.LEAVE, self._tickets, *self._to_nobody)
         crashpoint("worker.left")
         self._held.clear()
 
     async def control(self) -> Control:
-        word: Any = await self._run.ask("read the control word", lambda: self._client.hget(self._keys.control, "mode"))
+        read = partial(self._client.hget, self._keys.control, "mode")
+        word: Any = await self._run.retrying("read the control word", read)
         return one_of(CONTROLS, word, "run")
 
     # Leasing
@@ -152,7 +154,7 @@ class WorkerStream:
     async def _take(self, uid: str, most: int) -> Any:
         recover, self._recover = self._recover, True  # until the reply arrives, unknown tickets may be ours
         args = (WORKERS, self._worker, int(self._lease_s * 1000), most, int(recover))
-        reply = await self._run.run(uid, scripts.TAKE, self._tickets, *args)
+        reply = await self._run.call_script_once(uid, scripts.TAKE, self._tickets, *args)
         crashpoint("ticket.leased")
         self._recover = False
         self._look_for_expired_at = time.monotonic() + _LOOK_FOR_EXPIRED_EVERY * self._lease_s
@@ -221,13 +223,14 @@ class WorkerStream:
         """Count what this worker has spent; return the total of all workers of the run, as far as this Redis knows. A
         call whose reply was lost is retried, and may count twice.
         """
-        reply = await self._run.call("count what is spent", scripts.SPEND, [self._keys.counters], f"spent:{what}", num)
+        args = (f"spent:{what}", num)
+        reply = await self._run.call_script("count what is spent", scripts.SPEND, [self._keys.counters], *args)
         return num if reply is None else int(reply[0])
 
     async def secret(self) -> bytes | None:
         """Return the secret that authenticates hosts of this run to each other; None if there is no run."""
         fresh = secrets.token_hex(32)
-        reply = await self._run.call("read the hosts' secret", scripts.SECRET, [self._keys.peers_secret], fresh)
+        reply = await self._run.call_script("read the hosts' secret", scripts.SECRET, [self._keys.peers_secret], fresh)
         return None if reply is None else bytes(reply[0])
 
     # Delivering
@@ -241,7 +244,7 @@ class WorkerStream:
             ticket = one.leased.ticket
             parts += (one.leased.purpose, one.leased.entry_id, ticket.number, ticket.identity, one.header, one.body)
         args = (WORKERS, self._worker, uuid.uuid4().hex, receipt_ms, *parts)
-        reply = await self._run.call("deliver groups", scripts.DELIVER, keys, *args)
+        reply = await self._run.call_script("deliver groups", scripts.DELIVER, keys, *args)
         if reply is None:
             return [False] * len(deliveries)
         outcomes: bytes = reply[0]

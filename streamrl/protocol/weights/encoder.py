@@ -22,7 +22,6 @@ import numpy as np
 import zstandard
 
 from streamrl.errors import WeightsError
-from streamrl.protocol.weights.codecs import Codecs
 from streamrl.protocol.weights.format import (
     MAX_RANGE_ELEMENTS,
     Bits,
@@ -35,6 +34,7 @@ from streamrl.protocol.weights.format import (
     piece_bytes_of,
 )
 from streamrl.protocol.weights.manifest import ShardRecord
+from streamrl.protocol.weights.sparse import Codecs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,6 @@ import numpy as np
 
 from streamrl.errors import ResourceError, TransportError, WeightsError
 from streamrl.protocol.weights.changes import Changed, ChangeLog
-from streamrl.protocol.weights.codecs import Codecs
 from streamrl.protocol.weights.delta import batches, patch, side_by_side, threads_for
 from streamrl.protocol.weights.fetching import AHEAD_BYTES, fetch_ahead
 from streamrl.protocol.weights.format import BITS, Bits, Coding, RangeRecord, TensorMeta, digest_of
@@ -40,6 +39,7 @@ from streamrl.protocol.weights.manifest import Manifest, ShardRecord
 from streamrl.protocol.weights.merging import Merging
 from streamrl.protocol.weights.mirror_file import create_file
 from streamrl.protocol.weights.pretrained import Pretrained
+from streamrl.protocol.weights.sparse import Codecs
 from streamrl.protocol.weights.stores import Blobs
 from streamrl.versions import show
 

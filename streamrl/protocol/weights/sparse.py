@@ -2,20 +2,26 @@
 
     new, base ─► `Codec.changes` ─► plain bytes ─► zstd ─► blob ─► `expand` ─► plain bytes ─► `Codec.add` ─► the tensor
 
-This module uses numpy passes, which are enough for small models and need no other package. `kernels` does the same in
-one pass, and `codecs` chooses between them. Blocks on nothing. The work is bound by memory: the new state and the base
-are each read once from memory, in chunks that stay in the cache, and compared and digested while they are there.
+`InPasses` uses numpy passes, which are enough for small models and need no other package. `kernels` does the same in
+one pass, and `Codecs` chooses between them. The work is bound by memory: the new state and the base are each read once
+from memory, in chunks that stay in the cache, and compared and digested while they are there.
+
+The kernels cost half a second of imports and, the first time on a machine, some seconds of compiling: more than a small
+model's deltas ever cost. A large model's first anchor announces that deltas will follow: from then on a thread compiles
+beside whatever is done with the anchor. The first caller that needs the kernels blocks until they are ready.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 import xxhash
 import zstandard
 
@@ -31,6 +37,9 @@ WIDE = 0xFFFF
 _GROUP = 8  # flags per machine word
 _DENSE = 0.5  # above this share of touched groups, looking at every flag is faster
 WIDE_GAPS_DISAGREE = "a delta's wide gaps do not agree with its gaps"
+_WORTH_BYTES = 64 << 20  # of tensors: a delta of this size becomes some 30 ms cheaper
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +85,33 @@ class InPasses:
         # Sums allow duplicate positions, and this is twice as fast as reading and writing.
         np.add.at(tensor, positions, differences)
         return positions
+
+
+class Codecs:
+    """The codec of one encoder or mirror."""
+
+    def __init__(self) -> None:
+        self._passes = InPasses()
+        self._compiled: Future[Codec] | None = None
+
+    def expect(self, num_bytes: int) -> None:
+        """Prepare for deltas of tensors with this many bytes."""
+        if self._compiled is None and num_bytes >= _WORTH_BYTES:
+            thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kernels")
+            self._compiled = thread.submit(_compiled)
+            thread.shutdown(wait=False)
+
+    def get(self) -> Codec:
+        return self._passes if self._compiled is None else self._compiled.result()
+
+
+def _compiled() -> Codec:
+    try:
+        from streamrl.protocol.weights.kernels import Compiled  # numba
+    except ImportError as error:  # not installed, or not compatible with this numpy
+        log.info("deltas_without_kernels", reason=str(error))
+        return InPasses()
+    return Compiled()
 
 
 def beyond_range() -> WeightsError:

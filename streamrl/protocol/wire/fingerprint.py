@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from streamrl.errors import DataError
 
 # Texts that tokenizers of one vocabulary may split differently: spaces, digits, capitals, other scripts, code, marks.
 PROBE_TEXTS = (
@@ -19,6 +22,42 @@ PROBE_TEXTS = (
     "don't I'LL we've CamelCaseWords snake_case_words https://a.b/c?d=e",
     "52918<12589>",
 )
+
+
+class _Tokenizer(Protocol):
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    @property
+    def all_special_tokens(self) -> list[str]: ...
+
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+def identity_of(
+    tokenizer: _Tokenizer, config: Any, generation: Any | None, *, model: str
+) -> tuple[tuple[int, ...], str]:
+    """Return the end tokens and the fingerprint of a model, from what transformers reads of it; DataError, which says
+    `model` of it, without a tokenizer or an end token, and where the model cannot generate one of them. `generation`:
+    its generation config, which is optional."""
+    vocab = tokenizer.get_vocab()
+    if set(vocab) <= set(tokenizer.all_special_tokens):
+        # transformers returns such a tokenizer for a folder without tokenizer files; it encodes every text to nothing.
+        raise DataError(f"{model} has no tokenizer: its folder lacks tokenizer.json")
+    generation_eos = getattr(config if generation is None else generation, "eos_token_id", None)
+    ends = stop_ids(tokenizer_eos=tokenizer.eos_token_id, generation_eos=generation_eos)
+    if not ends:
+        raise DataError(
+            f"{model} has no end token, so no response could ever end by itself: set eos_token in its "
+            "tokenizer_config.json"
+        )
+    if beyond := [token for token in ends if not 0 <= token < config.vocab_size]:
+        raise DataError(
+            f"{model} has the end token {beyond[-1]}, but only {config.vocab_size} outputs: model and tokenizer do not "
+            "match; correct eos_token in tokenizer_config.json, or eos_token_id in generation_config.json or "
+            "config.json"
+        )
+    return ends, fingerprint(vocab=vocab, stop_ids=ends, vocab_size=config.vocab_size)
 
 
 def stop_ids(*, tokenizer_eos: int | None, generation_eos: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 Header and body are sent apart. The header, a small message, has what planning needs (lengths, versions, rewards). The
 body has the arrays; only the rank that trains on it decodes it. The header carries the body's digest.
 
-The body holds the samples (`wire.sample`). The large arrays come first, raw and in this order, and are used in place;
-the rest is a message with a row per sample (`wire.rows`):
+The body holds the samples. The large arrays come first, raw and in this order, and are used in place; the rest is a
+message with a row per sample (`wire.sample`):
 
     prompt_ids, token_ids, logprobs      one item a token         lengths are the header's
 
@@ -25,11 +25,9 @@ from msgspec.structs import replace
 
 from streamrl.errors import WireError
 from streamrl.protocol.wire.branches import MAX_KEPT_TOKENS
-from streamrl.protocol.wire.checks import check_logprobs, check_tokens
 from streamrl.protocol.wire.codec import MAX_MESSAGE_BYTES, Count, Finite, Message, Messages
 from streamrl.protocol.wire.routes import RouteCounts, Routes, RouteShape, check_counts, pack_routes, take_routes
-from streamrl.protocol.wire.rows import pack_rows, unpack_samples
-from streamrl.protocol.wire.sample import Sample
+from streamrl.protocol.wire.sample import Sample, check_logprobs, check_tokens, pack_rows, unpack_samples
 from streamrl.protocol.wire.ticket import (
     IDENTITY_CHARS,
     MAX_SAMPLES,

@@ -7,7 +7,7 @@ Decisions, and why:
 - One request per sample, and only its final output: with n > 1, vLLM's last output need not hold all samples.
 - Logprobs are the *processed* ones, of the distribution actually sampled from.
 - KV cache at a load. salt: requests use a new cache salt once the scheduler is paused; those that come while it is
-  being paused wait until it is (`salt`). clear: vLLM's own reset, which preempts running requests and prefills them
+  being paused wait until it is (`requests`). clear: vLLM's own reset, which preempts running requests and prefills them
   again. keep: neither.
 - vLLM has a seat more than samples may take: the canary's. Samples without a seat wait here (`seats`), not in vLLM.
 - Weights arrive only through loads, so vLLM starts with dummy weights. Deltas are written in place where the engine
@@ -52,16 +52,22 @@ from streamrl.workers.engines.base import (
 )
 from streamrl.workers.engines.routes import shape_of_vllm
 from streamrl.workers.engines.vllm.arguments import samples_at_once
-from streamrl.workers.engines.vllm.ending import kill_engine_core, stop_reading
 from streamrl.workers.engines.vllm.forked import look_after_server
 from streamrl.workers.engines.vllm.in_place import InPlace
-from streamrl.workers.engines.vllm.outputs import given_logprobs, sample_of
 from streamrl.workers.engines.vllm.plugin import PREPARE, READ_BACK
 from streamrl.workers.engines.vllm.ranks import remove_shared
-from streamrl.workers.engines.vllm.salt import CacheSalt
-from streamrl.workers.engines.vllm.sampling import CANARY, EVALUATION, TRAINING, canary_params, sampling_params
+from streamrl.workers.engines.vllm.requests import (
+    CANARY,
+    EVALUATION,
+    TRAINING,
+    CacheSalt,
+    canary_params,
+    given_logprobs,
+    sample_of,
+    sampling_params,
+)
 from streamrl.workers.engines.vllm.seats import Seats
-from streamrl.workers.engines.vllm.start import build_llm, check_installed
+from streamrl.workers.engines.vllm.start import build_llm, check_installed, kill_engine_core, stop_reading
 from streamrl.workers.engines.vllm.steps import StepWatch
 
 if TYPE_CHECKING:

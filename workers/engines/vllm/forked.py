@@ -34,7 +34,7 @@ ENGINE = (
     "streamrl.workers.engines.vllm.loading.transfer",
     WORKER_EXTENSION.rpartition(".")[0],
 )
-_IMPORTED = "streamrl.workers.engines.vllm.imported"
+_IMPORTED = "streamrl.workers.engines.vllm.preload_engine"
 
 
 def import_ahead(scratch: Path) -> None:

@@ -57,6 +57,7 @@ def mistake_of(error: OSError, *, model: str, port: int) -> UserError | None:
 def options_of(model: str, *, name: str, host: str, port: int, on_cpu: bool) -> list[str]:
     """Return vLLM's options. Like training, serving ignores sampling defaults in `generation_config.json`."""
     options = ["--model", model, "--served-model-name", name, "--generation-config", "vllm"]
+    options += ["--config-format", "hf", "--tokenizer-mode", "hf"]  # as a worker's engine does by default
     options += ["--host", host, "--port", str(port)]
     if on_cpu:  # vLLM's own default is nearly all memory
         options += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]

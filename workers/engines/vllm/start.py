@@ -1,4 +1,5 @@
-"""Starts a vLLM engine: checks the installation, imports vLLM, builds its configuration, starts the processes.
+"""Starts a vLLM engine, and ends it: checks the installation, imports vLLM, builds its configuration, starts the
+processes. EngineCore is killed if it starts too slowly or a host is lost; else vLLM shuts down unread.
 
 Blocks on vLLM's start, in the thread that calls `build_llm`.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -25,6 +27,7 @@ from streamrl.errors import ConfigError, EngineError, ResourceError
 from streamrl.extras import install
 from streamrl.held_folders import scratch_folder
 from streamrl.misfits import misfits
+from streamrl.tasks import cancel_all
 from streamrl.workers.engines.base import EngineSettings, Meeting
 from streamrl.workers.engines.routes import shape_of_vllm
 from streamrl.workers.engines.vllm.arguments import engine_args, refuse_unknown, several_hosts
@@ -105,6 +108,19 @@ def build_llm(settings: EngineSettings, scratch: Path, meeting: Meeting | None =
         remedy = cache_remedy(reason, config.cache_config.kv_cache_memory_bytes)
         raise EngineError(f"vLLM did not start: {reason}{remedy}") from error
     return llm, watch_steps(llm)
+
+
+def kill_engine_core() -> None:
+    for child in multiprocessing.active_children():
+        if child.name.startswith("EngineCore"):
+            child.kill()
+
+
+async def stop_reading(llm: AsyncLLM) -> None:
+    """Stop reading outputs before shutdown; else vLLM may report it as an engine death, with a traceback."""
+    if llm.output_handler is not None:
+        await cancel_all([llm.output_handler])
+        llm.output_processor.propagate_error(EngineError("the engine was stopped"))
 
 
 def vllm_config(settings: EngineSettings, scratch: Path, meeting: Meeting | None) -> VllmConfig:

@@ -181,7 +181,7 @@ def _evaluate(
     """Evaluate one subject; returns its answers, with the error that ended it before all were there."""
     from streamrl.workers.eval_result import Answers
     from streamrl.workers.evaluate import evaluate as run_evaluation
-    from streamrl.workers.rewards.mixing import build_rewards
+    from streamrl.workers.rewards.build import build_rewards
 
     configure_logging("eval", None, quiet=True)
     line = _ProgressLine()

@@ -120,8 +120,8 @@ def _dataset(data: Path) -> tuple[schema.Dataset, str]:
 
 def _reward(target: str, data: Path, options: Sequence[str], settings: Mapping[str, Any]) -> Reward | GroupReward:
     """Build the reward, without starting it."""
+    from streamrl.workers.rewards.build import build_reward
     from streamrl.workers.rewards.functions import FunctionReward, check_target
-    from streamrl.workers.rewards.mixing import build_reward
 
     config = load_config(data).config if data.suffix in _CONFIGURATIONS else None
     if config is not None and target in config.rewards:
@@ -142,8 +142,7 @@ def _reward(target: str, data: Path, options: Sequence[str], settings: Mapping[s
 
 
 def _group_trial(target: str, config: schema.Config) -> GroupReward:
-    from streamrl.workers.rewards.group_trial import GroupTrial
-    from streamrl.workers.rewards.mixing import STAND_IN
+    from streamrl.workers.rewards.build import STAND_IN, GroupTrial
 
     trial = GroupTrial(target, config.rewards, granted(config))
     for name in trial.unasked:

@@ -46,11 +46,10 @@ def encoder_of(model: str, date: str) -> Encode:
     from streamrl.encoding import Continuations
     from streamrl.learner.groups.prompts import Tokenizer
     from streamrl.workers.engines.model import read_model
-    from streamrl.workers.rewards.chats import after_an_answer
 
     facts = read_model(model, trust_remote_code=False)
     tokenizer: Tokenizer = facts.tokenizer
-    end, continuations = after_an_answer(facts.tokenizer), Continuations(facts.tokenizer)
+    end, continuations = facts.after_an_answer(), Continuations(facts.tokenizer)
 
     def encode(row: PromptRow, completion: str) -> tuple[str, list[int], str]:
         if row.messages is not None and not tokenizer.chat_template:

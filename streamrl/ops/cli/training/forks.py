@@ -32,8 +32,9 @@ def fork_from(source: str, config: Config, *, new_data: bool, dry_run: bool = Fa
     """Create the folder of the run, with the checkpoint that it starts from, and say so."""
     from streamrl.learner.checkpoints import resume
 
-    checkpoint = resume.find_checkpoint(source)
+    checkpoint = resume.find_checkpoint(source, digests=False)  # `fork` checks them once it has the files
     resume.check_steps(checkpoint, config.training)
+    resume.check_model(checkpoint, config)
     message = f"run {config.name} starts from {checkpoint.folder}"
     if dry_run:
         click.echo(f"{message} (not yet: --dry-run)", err=True)

@@ -36,7 +36,8 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, source: str | None
 
     Ctrl-C stops it cleanly: the learner finishes its step and writes a checkpoint. A second Ctrl-C ends it at once.
     Started again, it resumes from the last checkpoint. If the run has finished and these settings leave nothing to do,
-    it says so at once and exits with 0, without starting Redis or the learner.
+    it says so at once and exits with 0, without starting Redis or the learner. Changes of settings that a resumed run
+    must keep are refused in either case.
     """
     from rich.console import Console
 
@@ -68,7 +69,8 @@ def up(file: str, overrides: tuple[str, ...], takeover: bool, source: str | None
 def start_or_resume(
     loaded: Loaded, display: Audience, *, takeover: bool = False, is_fork: bool = False
 ) -> RunOutcome | Remains:
-    """Start or resume the run of this configuration; return what its folder records if nothing is left to do.
+    """Start or resume the run of this configuration; return what its folder records if nothing is left to do. Changes
+    that a resumed run may not make are refused in either case.
 
     `is_fork`: the folder was made just now, and its checkpoint is of no earlier start. Called by the command, and by
     programs through `streamrl.start`.
@@ -79,9 +81,12 @@ def start_or_resume(
 
     if not is_fork:
         check_resume(loaded.config)
+    changed = changed_since_checkpoint(loaded.config)
     if (remains := nothing_left_of(loaded.config)) is not None:
+        for change in changed:
+            display.notify(f"not used, since the run has finished: {change}")
         return remains
-    for change in changed_since_checkpoint(loaded.config):
+    for change in changed:
         display.notify(f"changed since the checkpoint: {change}")
     return run_up(loaded, display=display, takeover=takeover)
 

@@ -7,24 +7,27 @@ folder before anything is tried; if the run does not begin, the folder is restor
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any, Self
 
 from streamrl.config import schema
 from streamrl.config.load import load_config
-from streamrl.errors import DataError, StreamrlError
+from streamrl.errors import DataError, PartError, StreamrlError
 from streamrl.files import LOCK, only_one, write_durably
 from streamrl.ops.audit.commit import read_commit
 from streamrl.ops.cli.main import refusal
 from streamrl.ops.cli.training.up import start_or_resume
 from streamrl.ops.launch.display import Frame
+from streamrl.ops.launch.finished import finished_sentence
 from streamrl.ops.monitor.remains import Remains
 from streamrl.ops.python.request import Request, pickle_path
-from streamrl.process import ask_to_end_with, take_stdout
+from streamrl.process import ask_to_end_with, signals_to_end, take_stdout
 
 _MODULE = "streamrl.ops.cli.training.up_child"  # as in its command line, whose last argument is the program's pid
 _LOOK_EVERY_S = 0.5
@@ -60,17 +63,23 @@ def run(request: Request, send: Send) -> None:
             text=f"waiting for the previous launcher (pid {pid}): its program is gone, and it is ending the run ...",
         )
         time.sleep(_LOOK_EVERY_S)
-    with ExitStack() as undo:
-        _write_functions(request, loaded.config, undo)
-        audience = PipeAudience(loaded.config, send, on_started=undo.pop_all)
-        try:
+    _check_nobody_runs(folder, loaded.config.name)
+    undo = ExitStack()
+    audience = PipeAudience(loaded.config, send, on_started=undo.pop_all)
+    try:
+        with _first_signal_interrupts(), undo:
+            _write_functions(request, loaded.config, undo)
             outcome = start_or_resume(loaded, audience, takeover=request.takeover)
-        except KeyboardInterrupt:
-            send("ended", state="stopped", steps=steps_saved(folder), summary=None)
-            return
-        if not isinstance(outcome, Remains):
-            undo.pop_all()
+            if not isinstance(outcome, Remains):
+                undo.pop_all()
+    except KeyboardInterrupt:
+        if not audience.has_begun:
+            raise PartError("the launcher was asked to end before the run had begun") from None
+        send("ended", state="stopped", steps=steps_saved(folder), summary=None)
+        return
     if isinstance(outcome, Remains):
+        new_functions = _new_functions(request, folder)
+        send("said", text=finished_sentence(outcome, loaded.config.training, new_functions=new_functions))
         audience.report_start()
         send("ended", state="finished", steps=outcome.step, summary=outcome.summary)
     elif outcome.summary is None:
@@ -78,6 +87,26 @@ def run(request: Request, send: Send) -> None:
     else:
         summary = outcome.summary.to_json()
         send("ended", state=summary["state"], steps=summary["steps"], summary=summary)
+
+
+@contextmanager
+def _first_signal_interrupts() -> Iterator[None]:
+    """The first signal to end raises KeyboardInterrupt, as Ctrl-C does, so that the folder is restored; later ones do
+    not disturb that. While the parts run, the launcher counts the signals itself (`Interrupts`)."""
+    is_interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        if not is_interrupted:
+            is_interrupted = True
+            raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in signals_to_end()}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def orphan_in(folder: Path) -> int | None:
@@ -100,8 +129,12 @@ class PipeAudience:
         self._config, self._send, self._on_started = config, send, on_started
         self._phase: str | None = None  # None: the processes do not run yet
 
+    @property
+    def has_begun(self) -> bool:
+        return self._phase is not None
+
     def show(self, frame: Frame) -> None:
-        if self._phase is None:
+        if not self.has_begun:
             self.report_start()
         if frame.phase != self._phase:
             self._phase = frame.phase
@@ -125,13 +158,21 @@ class PipeAudience:
         pass
 
 
-def _write_functions(request: Request, config: schema.Config, undo: ExitStack) -> None:
-    """Write the functions to the run's folder, unless another launcher holds it."""
-    if not request.functions:
-        return
-    if (config.folder / LOCK).exists():
-        with only_one(config.folder, config.name):
+def _check_nobody_runs(folder: Path, name: str) -> None:
+    """Raise ResourceError if another launcher holds the folder: before the checks, which take a while."""
+    if (folder / LOCK).exists():
+        with only_one(folder, name):
             pass
+
+
+def _new_functions(request: Request, folder: Path) -> list[str]:
+    """Return the functions of the request that are pickled otherwise than those that the run has used."""
+    stored = {name: pickle_path(name, folder) for name in request.functions}
+    return [name for name, path in stored.items() if not path.is_file() or path.read_bytes() != request.functions[name]]
+
+
+def _write_functions(request: Request, config: schema.Config, undo: ExitStack) -> None:
+    """Write the functions to the run's folder."""
     for name, code in request.functions.items():
         path = pickle_path(name, config.folder)
         undo.callback(_restore, path, path.read_bytes() if path.exists() else None, config.folder)

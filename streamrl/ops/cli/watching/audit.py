@@ -14,7 +14,7 @@ from streamrl.ops.audit.judge import WRONG
 from streamrl.ops.audit.streams import open_server, read_meta
 from streamrl.ops.cli.arguments import print_result, takes_json, takes_place
 from streamrl.ops.monitor.remains import no_run
-from streamrl.ops.monitor.runs import find_target
+from streamrl.ops.monitor.runs import Target, find_target
 from streamrl.protocol.transport.keys import Keys
 
 
@@ -26,7 +26,7 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
     """Account for every ticket of a run: issued = trained + dropped + dead + outstanding.
 
     \b
-        streamrl audit runs/quickstart              with its Redis, if that still runs
+        streamrl audit runs/quickstart              with its Redis, if that still runs and holds it
         streamrl audit runs/big --redis redis://host:6379
         streamrl audit --redis redis://host:6379 --run big
 
@@ -55,11 +55,26 @@ def audit(folder: Path | None, url: str | None, run: str | None, folder_only: bo
         url, folder = target.server(), _folder_of(target.server(), target.run)
     elif not folder.is_dir():
         raise no_run(folder)
-    elif url is None and not folder_only and (folder / "config.yaml").is_file():
-        url = find_target(folder, None, run).url  # None: its embedded server has ended
-    found = audit_folder(folder, redis_url=None if folder_only else url, run=run)
+    try:
+        if url is None and not folder_only and (folder / "config.yaml").is_file():
+            url = _server_of(find_target(folder, None, run), folder)
+        found = audit_folder(folder, redis_url=None if folder_only else url, run=run)
+    except ResourceError as error:
+        raise ResourceError(f"{error}; --folder-only audits without it") from None
     print_result(found.to_json(), _lines(found), as_json=as_json)
     return 0 if found.clean else 1
+
+
+def _server_of(target: Target, folder: Path) -> str | None:
+    """Return the run's server; None if its embedded one has ended, a replay had none, or the run has ended and the
+    server does not hold it any more."""
+    if target.url is None or (folder / "replay.json").is_file():
+        return None
+    remains = target.remains()
+    if remains is None or not remains.has_ended:
+        return target.url
+    with open_server(target.url) as client:
+        return target.url if client.exists(Keys(target.run).meta) else None
 
 
 def _folder_of(url: str, run: str) -> Path:

@@ -189,7 +189,9 @@ def _line(written: Written, num_missed: int | None, output: Path) -> str:
         line += f"; {written.num_dropped} older ones dropped for --max-bytes"
     if written.num_too_large:
         line += f"; {written.num_too_large} entries left out as too large for a group"
-    if num_missed:
+    if num_missed is None:
+        line += "; how many were missed is unknown"
+    elif num_missed:
         line += f"; {num_missed} missed, trained before they could be read"
     return line
 

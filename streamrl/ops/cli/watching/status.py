@@ -44,16 +44,16 @@ def status(target: Target, as_json: bool) -> int:
       schema, at, verdict {healthy degraded stalled ended unreachable}, causes [{name level title evidence remedy}]
       run {name uid state control term step max_steps data_epochs created_at ended_at eta_s share_done error folder}
       summary {..}   of summary.json, where the folder alone tells (run.folder): Redis is not there any more
-      limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale model_dtype
-        weights_dtype arithmetic reward_sources}
+      limits {max_lag_steps groups_per_step max_backlog_bytes idle_timeout_s max_attempts stale
+        checkpoint_timeout_s model_dtype weights_dtype arithmetic reward_sources}
       learner {lead {PART} ranks holder lease_left_s metrics {name: value} validation {name: value} rewards [..]
-        skipped_lately fresh_mismatch [..] held_out {source: [..]} live {name: value}}
+        step_s is_new skipped_lately fresh_mismatch [..] held_out {source: [..]} live {name: value}}
       workers [{part {PART} version step lag tokens_per_s in_flight kv_use leases delivered failed loads
         loads_in_flight rejected rejected_version detail}]
       restarts   others [{PART}]   where PART is {name role host pid state doing doing_s progress_s report_s}
       rewards [{name mean latency_s scored errors state}]
       streams [{purpose tickets leased groups group_bytes oldest_worker oldest_s oldest_silent_s oldest_times}]
-      weights {latest step age_s kept num_bytes largest_bytes changed_share behind worst_lag}
+      weights {latest step age_s kept num_bytes largest_bytes changed_share published behind worst_lag}
       drops, drops_lately {trained dropped by_reason rate_by_length ignored}
       dead {count retry_requests latest [{ticket error}]}
       redis {server version used_bytes max_bytes policy role save_error}   unreadable [..]

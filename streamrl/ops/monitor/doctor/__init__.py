@@ -14,7 +14,12 @@ from streamrl.config.placement import StartedPart
 from streamrl.errors import UserError
 from streamrl.finding import Finding, error, ok, warning
 from streamrl.ops.monitor.doctor import gpus, machine, services
-from streamrl.ops.monitor.doctor.requirements import REQUIREMENTS, check_packages
+from streamrl.ops.monitor.doctor.requirements import (
+    REQUIREMENTS,
+    check_hosts_reach_redis,
+    check_packages,
+    check_readable_store,
+)
 from streamrl.ops.monitor.doctor.trials import try_learner, try_rewards
 
 Check = Callable[[Loaded], Iterable[Finding]]
@@ -46,12 +51,12 @@ CHECKS: Mapping[str, Check] = {
 _NEEDED = {"settings", "packages", "files", "model"}  # by the trials
 
 
-# Checks to skip on a machine with only this part: the learner asks no rewards and may have more machines' ranks, and a
-# worker reads no prompts.
+# Checks to skip on a machine with only this part: the learner asks no rewards and no served teacher, and may have more
+# machines' ranks; a worker reads no prompts and has no run folder.
 _SKIPPED: Mapping[StartedPart, Collection[str]] = {
     "all": (),
-    "learner": ("layout", "rewards", "reward port", "shared memory"),
-    "worker": ("layout", "files", "reward port", "disk"),
+    "learner": ("layout", "reward services", "teacher's servers", "reward port", "shared memory"),
+    "worker": ("layout", "files", "reward port", "run folder", "disk"),
 }
 
 
@@ -74,13 +79,17 @@ def examine(loaded: Loaded, part: StartedPart = "all", *, ask_services: bool = F
 
 def look(loaded: Loaded, part: StartedPart = "all") -> Iterator[tuple[str, Finding]]:
     """Run the quick checks; yields each finding with the name of its check."""
-    of_part: Mapping[str, Check] = {
+    of_part: dict[str, Check] = {
         "packages": _as_check("packages", lambda loaded: check_packages(loaded.config, part)),
         "placement": partial(gpus.check_placement, part=part),
         "gpu": partial(gpus.check_gpus, part=part),
         "memory": partial(machine.check_memory, part=part),
         "shared memory": partial(machine.check_shared_memory, part=part),
     }
+    if part == "worker":
+        of_part["weights store"] = _as_check("weights store", lambda loaded: check_readable_store(loaded.config))
+    if part == "all" and loaded.config.worker.hosts > 1:
+        of_part["hosts"] = _as_check("hosts", lambda loaded: check_hosts_reach_redis(loaded.config))
     for name, check in {**CHECKS, **of_part}.items():
         if name not in _SKIPPED[part]:
             yield from ((name, finding) for finding in _run_check(name, check, loaded))

@@ -75,7 +75,9 @@ def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, key:
     if not ids or not isinstance(outputs, int):
         yield warning(f"{name} vocabulary", "no tokenizer.json to compare with", "the learner compares when it starts")
         return
-    highest = max(ids.values())
+    end_token = _read_json(folder / "tokenizer_config.json").get("eos_token")
+    end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
+    highest, highest_of_all = max((*pieces.values(), ids.get(end_token, 0))), max(ids.values())
     if highest >= outputs:
         yield error(
             f"{name} vocabulary",
@@ -83,9 +85,14 @@ def _check_vocabulary(name: str, folder: Path, settings: dict[str, Any], *, key:
             "use the tokenizer of this model; if tokens were added to it, resize the model's embeddings",
         )
         return
-    yield ok(f"{name} vocabulary", f"{len(ids)} tokens, {outputs} outputs")
-    end_token = _read_json(folder / "tokenizer_config.json").get("eos_token")
-    end_token = end_token.get("content") if isinstance(end_token, dict) else end_token
+    if highest_of_all >= outputs:  # as where the tokenizer is also that of larger models, which read images
+        yield warning(
+            f"{name} vocabulary",
+            f"{key} = {str(folder)!r}: added tokens have ids up to {highest_of_all}, the model only {outputs} outputs",
+            "leave these tokens out of prompts and templates, or resize the model's embeddings",
+        )
+    else:
+        yield ok(f"{name} vocabulary", f"{len(ids)} tokens, {outputs} outputs")
     if name == "model" and end_token is not None and end_token not in ids:
         seen = f"{key} = {str(folder)!r}: eos_token {end_token!r} is not in the vocabulary"
         yield error(f"{name} end token", seen, "fix tokenizer_config.json")

@@ -5,6 +5,7 @@ Each raises UserError with the remedy. Requirements on Redis are in `transport.c
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -75,6 +76,26 @@ def _store(loaded: Loaded) -> None:
         check_writable(Path(store.removeprefix("file:")), what=f"weights.store = {store!r}")
 
 
+def check_readable_store(config: Config) -> None:
+    """A worker only reads: its machine may have mounted the folder read-only, or before the learner makes it."""
+    store = config.weights.store
+    if is_object_store(store):
+        ObjectStore.open(store)
+        return
+    folder = Path(store.removeprefix("file:"))
+    if store.startswith("file:") and folder.exists() and not os.access(folder, os.R_OK | os.X_OK):
+        raise ConfigError(f"weights.store = {store!r}: this user may not read {folder}; change its permissions")
+
+
+def check_hosts_reach_redis(config: Config) -> None:
+    worker = config.worker
+    if worker.hosts > 1 and worker.count and config.redis.url == EMBEDDED_REDIS:
+        raise ConfigError(
+            f"worker.hosts = {worker.hosts}: an engine's other hosts cannot reach the Redis that `streamrl up` "
+            "embeds; set redis.url to a server that all hosts can reach, or worker.hosts to 1"
+        )
+
+
 def _port(loaded: Loaded) -> None:
     server = loaded.config.reward_server
     if server is not None and server.port:
@@ -82,12 +103,7 @@ def _port(loaded: Loaded) -> None:
 
 
 def _placement(loaded: Loaded) -> None:
-    worker = loaded.config.worker
-    if worker.hosts > 1 and worker.count and loaded.config.redis.url == EMBEDDED_REDIS:
-        raise ConfigError(
-            f"worker.hosts = {worker.hosts}: an engine's other hosts cannot reach the Redis that `streamrl up` "
-            "embeds; set redis.url to a server that all hosts can reach, or worker.hosts to 1"
-        )
+    check_hosts_reach_redis(loaded.config)
     place(loaded.config, gpus_here())
 
 

@@ -181,7 +181,8 @@ def _service(label: str, address: str, asked_at: Callable[[str], str]) -> Findin
         if reply.code in _KEYED:
             return ok(label, f"{address} answers, and requires a key")
         if reply.code not in _ONLY_POST:
-            remedy = "check that the server has this path"
+            unwell = reply.code == 429 or reply.code >= 500
+            remedy = "it is there but unwell: see its log" if unwell else "check that the server has this path"
             if location := reply.headers.get("location"):
                 remedy = f"workers follow no redirects: set the address to the server of {location}"
             return warning(label, f"{asked} answers with status {reply.code}", remedy)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -39,8 +40,17 @@ def published_bytes(config: Config) -> int:
 
 
 def _shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in _weight_files(folder):
         yield from _shapes_in(file)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads: some releases hold the same weights a second time, for other programs."""
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        return [folder / name for name in sorted({*index["weight_map"].values()}) if (folder / name).is_file()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
 
 
 def _shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:

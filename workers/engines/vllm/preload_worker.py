@@ -1,6 +1,6 @@
 """Imports what a worker and its engine need of vLLM, in a process that both fork from (`streamrl.ops.launch.forking`).
 
-Imported only there, for its side effects. As in the engine's fork server (`imported`), nothing here may start a
+Imported only there, for its side effects. As in the engine's fork server (`preload_engine`), nothing here may start a
 thread.
 """
 

@@ -1,14 +1,19 @@
-"""Reads vLLM's finished outputs: a sample with its logprobs, finish reason, and which version generated which token;
-and the logprobs of a canary. Blocks on nothing.
+"""A request to vLLM: the parameters of a sample or a canary, its priority, and its salt of the prefix cache. And what
+its finished output holds: a sample with logprobs, finish reason, and which version generated which token; or a canary's
+logprobs. Blocks while the scheduler is being paused, until the salt is known.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from streamrl.config import schema
 from streamrl.errors import SampleError
 from streamrl.protocol.wire.routes import Routes, RouteShape
 from streamrl.protocol.wire.sample import FinishReason, Span
@@ -17,7 +22,75 @@ from streamrl.workers.engines.model import ModelFacts
 from streamrl.workers.engines.routes import routes_of_vllm
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.outputs import CompletionOutput, RequestOutput
+
+TRAINING, EVALUATION, CANARY = 2, 1, 0  # vLLM's priorities
+
+
+def sampling_params(sampling: schema.Sampling, model: ModelFacts) -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0.0 if sampling.greedy else sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        repetition_penalty=sampling.repetition_penalty,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop=list(sampling.stop),
+        stop_token_ids=[i for i in model.stop_ids if i != model.tokenizer.eos_token_id],
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),  # incremental detokenization only for stop strings
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+def canary_params() -> SamplingParams:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=1,  # vLLM's minimum
+        prompt_logprobs=0,  # of the given tokens only; also makes vLLM bypass its prefix cache
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+class CacheSalt:
+    """A request reuses only entries of the prefix cache that were made under its own salt.
+
+    pause begins ──► requests wait ──► scheduler paused, new salt ──► requests go on, prefilled under new weights
+    """
+
+    def __init__(self) -> None:
+        self._salt = ""
+        self._num_salts = 0
+        self._is_known = asyncio.Event()  # of the weights under which a request would be prefilled
+        self._is_known.set()
+
+    async def known(self) -> str:
+        """Return the salt of a request that is made now; wait while the scheduler is being paused."""
+        await self._is_known.wait()
+        return self._salt
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Let requests wait meanwhile."""
+        self._is_known.clear()
+        try:
+            yield
+        finally:
+            self._is_known.set()
+
+    def renew(self, version: int) -> None:
+        # A rejected version is loaded again, and cache entries of its first load must not be read.
+        self._num_salts += 1
+        self._salt = f"{version}:{self._num_salts}"
 
 
 def sample_of(final: RequestOutput, request: SampleRequest, model: ModelFacts, shape: RouteShape | None) -> Generated:

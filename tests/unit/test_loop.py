@@ -1,4 +1,4 @@
-"""A run whose weights cannot be published any more keeps what it has trained."""
+"""The loop of a rank: what it records, and what it keeps where weights cannot be published any more."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from streamrl.learner.publishing.unpublished import Unpublished
 from streamrl.learner.rank import work
 from streamrl.protocol.transport.double import LearnerStreamDouble, MemoryServer
 from streamrl.protocol.wire.group import decode_header, encode_group
+from streamrl.telemetry.progress import Progress, Wait
 from tests.conductor_world import ALONE, Scene, start_of, surroundings
 from tests.feed_world import Clock
 from tests.learner_cases import group_of, learner_config
@@ -70,3 +71,23 @@ def test_a_run_that_gives_up_publishing_saves_first(tmp_path: Path, at: int, num
     assert (saved.state.step, saved.state.extra["consumed_samples"]) == (num_steps, 4 * num_steps)
     recorded = [step for step, metrics in scene.stream.records if "train_optim/loss" in metrics]
     assert recorded == list(range(1, num_steps + 1))
+
+
+def test_what_a_standby_waited_before_its_first_step_is_no_part_of_that_step(tmp_path: Path) -> None:
+    config = learner_config(make_model(tmp_path / "model", hidden=32), dir=tmp_path)
+    scene = Scene(tmp_path, planned(2), Plan(kind=Kind.STOP, step=1))
+    tokenizer_info = read_tokenizer_info(config.model.path)
+    now = [0.0]
+    progress = Progress(part="learner/0", role="learner", timer=lambda: now[0])
+    with progress.waiting(Wait.LEASE):
+        now[0] = 86400.0
+    work(
+        surroundings(config, tokenizer_info=tokenizer_info, progress=progress),
+        load_policy(config, ALONE, tokenizer_info.end_ids),
+        start_of(term=scene.checkpoints.claim_term("run").number, total_steps=10, steps_of_data=10),
+        conductor=scene.conductor,
+        stream=LearnerStreamDouble(MemoryServer(wait=Clock().advance), term=1),
+        publisher=Unpublished(term=1),
+    )
+    [recorded] = [metrics for _, metrics in scene.stream.records if "train_optim/loss" in metrics]
+    assert recorded.get("idle/lease", 0.0) == 0.0

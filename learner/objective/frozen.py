@@ -1,17 +1,23 @@
-"""A teacher on the learner's ranks: another frozen policy, sharded like the trained one, with its own packing.
+"""The frozen models that give log-probs: reference and teacher.
+
+The reference is the policy as it was before the run: the base model if adapters train, else a frozen copy. On a GPU the
+copy may be kept in host memory (`model.reference: cpu`) and pass through the device layer by layer, sharded over the
+ranks like the policy: the same numbers, at the cost of copying the model once per forward pass.
+
+A teacher on the learner's ranks is another frozen policy, sharded like the trained one, with its own packing:
 
     teacher.path ─► the same tokenizer? ─► the model, self-checked ─► log-probs of the policy's samples
 
 Token ids must mean the same to both models: their vocabularies and the tokenisation of some texts are compared; an
 error names both models. Temperature and the ban on early ends are the policy's, so that log-probs are comparable.
-Blocks on the disk and on the other ranks.
+Blocks on the disk and, if sharded, on the other ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import transformers
@@ -20,20 +26,40 @@ from streamrl.config import schema
 from streamrl.errors import DataError
 from streamrl.learner.loading.build import begin_model
 from streamrl.learner.loading.load import cast as cast_parameters
-from streamrl.learner.loading.load import settled
+from streamrl.learner.loading.load import load_reference, settled
 from streamrl.learner.loading.tokenizer import TokenizerInfo, read_tokenizer_info
-from streamrl.learner.model.policy import evaluating
+from streamrl.learner.model.lora import without_adapters
+from streamrl.learner.model.policy import Policy, evaluating
 from streamrl.learner.packing.attention import choose
 from streamrl.learner.packing.micro_batches import MicroBatch, Shape
 from streamrl.learner.packing.ways import refuse_long
 from streamrl.learner.process.ranks import World
 from streamrl.protocol.wire.fingerprint import PROBE_TEXTS
 
+FrozenLogprobs = Callable[[MicroBatch], torch.Tensor]  # returns [T] log-probs
+
+
+def make_reference(config: schema.Config, world: World, end_ids: tuple[int, ...], policy: Policy) -> FrozenLogprobs:
+    on_host = config.model.reference == "cpu" and world.device.type != "cpu"
+    frozen = policy if config.model.lora else load_reference(config, world, end_ids, like=policy, on_host=on_host)
+    return frozen_logprobs(frozen)
+
+
+def frozen_logprobs(frozen: Policy) -> FrozenLogprobs:
+    """Log-probs of the base model, whose routers choose by themselves."""
+
+    def logprobs_of(batch: MicroBatch) -> torch.Tensor:
+        with evaluating(frozen), without_adapters(frozen):
+            logp: torch.Tensor = frozen(replace(batch, routes=None)).logp
+        return logp
+
+    return logprobs_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teacher:
     shape: Shape  # the shape of its micro-batches
-    logprobs_of: Callable[[MicroBatch], torch.Tensor]  # returns [T] log-probs
+    logprobs_of: FrozenLogprobs
 
 
 def load_teacher(
@@ -55,13 +81,7 @@ def load_teacher(
             cast_parameters(model, torch.float64)
         on_host = config.teacher.place == "cpu" and world.device.type != "cpu"
         policy = settled(model, sources, config, world, end_ids, on_host=on_host, wait_for_readers=wait_for_readers)
-
-    def logprobs_of(batch: MicroBatch) -> torch.Tensor:
-        with evaluating(policy):
-            logp: torch.Tensor = policy(batch).logp
-        return logp
-
-    return Teacher(shape=policy.shape, logprobs_of=logprobs_of)
+    return Teacher(shape=policy.shape, logprobs_of=frozen_logprobs(policy))
 
 
 def check_teacher(config: schema.Config, info: TokenizerInfo) -> None:

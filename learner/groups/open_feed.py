@@ -1,20 +1,20 @@
-"""The parts that a feed is assembled from, all continued from one state of a checkpoint."""
+"""Opens the feed: all its parts, continued from one state of a checkpoint."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from streamrl.config import schema
-from streamrl.learner.groups.books import Books, open_books
+from streamrl.learner.groups.backlog import Backlog, largest_group
 from streamrl.learner.groups.counts import Datasets, Lengths
 from streamrl.learner.groups.curriculum import PromptOrder, open_order
 from streamrl.learner.groups.dispatch import Dispatch
-from streamrl.learner.groups.failures import FailuresInRow
-from streamrl.learner.groups.gate import Gate
-from streamrl.learner.groups.intake import Intake
-from streamrl.learner.groups.ledger import FeedState
+from streamrl.learner.groups.feed import Feed
+from streamrl.learner.groups.intake import FailuresInRow, Gate, Intake
+from streamrl.learner.groups.lag import LagRule
+from streamrl.learner.groups.ledger import FeedState, Ledger
+from streamrl.learner.groups.plan import Books, ReadyGroups
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.groups.quarantine import Quarantine
 from streamrl.learner.groups.reconcile import Reconciler
@@ -24,25 +24,7 @@ from streamrl.protocol.transport.types import GroupStream
 from streamrl.protocol.wire.group import GroupHeader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeedParts:
-    stream: GroupStream
-    groups_per_step: int
-    journal: str | None  # newest journal file
-    books: Books
-    dispatch: Dispatch
-    reconciler: Reconciler
-    intake: Intake
-    failures: FailuresInRow
-    quarantine: Quarantine
-    lengths: Lengths
-    datasets: Datasets
-    wait_timers: WaitTimers
-    clock: Callable[[], float]
-    sleep: Callable[[float], None]
-
-
-def make_feed_parts(
+def open_feed(
     *,
     stream: GroupStream,
     prompts: PromptSet,
@@ -56,10 +38,10 @@ def make_feed_parts(
     largest_group_bytes: int | None = None,  # if larger than the configuration implies
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> FeedParts:
+) -> Feed:
     state, quarantine = state or FeedState(), quarantine or Quarantine()
     order = order or open_order(config, prompts, state=state)
-    books = open_books(config, state, largest_group_bytes=largest_group_bytes)
+    books = _open_books(config, state, largest_group_bytes)
     tickets = Tickets(prompts=prompts, order=order, ledger=books.ledger, config=config, run_uid=run_uid)
     dispatch = Dispatch(stream=stream, tickets=tickets, order=order, books=books, config=config)
     gate = Gate(
@@ -86,7 +68,7 @@ def make_feed_parts(
         wait_timers=(wait_timers := WaitTimers(config, clock)),
     )
     reconciler = Reconciler(stream=stream, order=order, books=books, tickets=tickets, dispatch=dispatch, config=config)
-    return FeedParts(
+    return Feed(
         stream=stream,
         groups_per_step=config.training.groups_per_step,
         journal=state.journal,
@@ -101,4 +83,18 @@ def make_feed_parts(
         wait_timers=wait_timers,
         clock=clock,
         sleep=sleep,
+    )
+
+
+def _open_books(config: schema.Config, state: FeedState, largest_group_bytes: int | None) -> Books:
+    ledger, lag = Ledger(state.ledger, state.uncommitted), LagRule(config.lag, state.versions)
+    return Books(
+        ledger=ledger,
+        lag=lag,
+        ready_groups=ReadyGroups(
+            ledger=ledger, lag=lag, groups_per_step=config.training.groups_per_step, carry=state.carry
+        ),
+        backlog=Backlog(
+            max_bytes=config.redis.max_backlog_bytes, largest_group=largest_group_bytes or largest_group(config)
+        ),
     )
