@@ -24,9 +24,10 @@ import structlog
 from streamrl.config import schema
 from streamrl.errors import ConfigError, DataError, TrainingError, UserError
 from streamrl.files import create_exclusively, only_one
-from streamrl.learner.admission.claim import REPLAY, claim_folder
+from streamrl.learner.admission.claim import claim_folder
 from streamrl.learner.admission.start import Start, make_start
 from streamrl.learner.checkpoints.export import export
+from streamrl.learner.checkpoints.resume import REPLAY
 from streamrl.learner.conductor import Conducting, Conductor, Follower
 from streamrl.learner.groups.curriculum import UnknownOrder
 from streamrl.learner.groups.open_feed import open_feed

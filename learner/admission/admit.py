@@ -16,10 +16,11 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.errors import ConfigError
-from streamrl.learner.admission.claim import REPLAY, claim_folder, once_there_is_room
+from streamrl.learner.admission.claim import claim_folder, once_there_is_room
 from streamrl.learner.admission.server import Server
 from streamrl.learner.admission.start import Start, make_start
 from streamrl.learner.checkpoints.checkpoint import Checkpoint
+from streamrl.learner.checkpoints.resume import REPLAY
 from streamrl.learner.checkpoints.terms import ancestry, known_run
 from streamrl.learner.groups.prompts import PromptSet
 from streamrl.learner.process.lease import LeaseKeeper

@@ -15,14 +15,18 @@ import structlog
 
 from streamrl.config import schema
 from streamrl.config.load import dump_config
-from streamrl.errors import DataError, ResourceError
+from streamrl.errors import ResourceError
 from streamrl.files import write_durably
 from streamrl.learner.checkpoints.checkpoint import Checkpoint, CheckpointRoot
-from streamrl.learner.checkpoints.resume import ANY_DATA, CONFIG, changed_since_checkpoint, check_data_left
+from streamrl.learner.checkpoints.resume import (
+    CONFIG,
+    changed_since_checkpoint,
+    check_data_left,
+    check_same_data,
+)
 from streamrl.learner.checkpoints.terms import Term, claim_run
 from streamrl.learner.groups.prompts import PromptSet
 
-REPLAY = "replay.json"  # in a replay's run folder: identifies its recording
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ROOM_EVERY_S = 1.0
 _DISK_PATIENCE_S = 20.0  # with a file system that fails, as a network's does now and then
@@ -54,16 +58,11 @@ def claim_folder(
     # Before the claim, so that a refusal leaves no trace.
     changed = changed_since_checkpoint(config)
     check_data_left(config, num_places=prompts.num_places(config.training.max_epochs))
+    check_same_data(config, prompts.fingerprint())
     term = root.claim_term(run_uid, confirm=confirm, known=known(run_uid))
     if changed:
         log.warning("settings changed since the checkpoint", changes=[str(change) for change in changed])
     checkpoint = root.open(term.parent) if term.parent else None
-    if checkpoint is not None and checkpoint.state.data_fingerprint not in (ANY_DATA, prompts.fingerprint()):
-        raise DataError(
-            f"{checkpoint.folder} was made with other prompts, seed or order than data.train = {_paths(config.data)} "
-            "gives now: tickets would mean other prompts; set them back, or start another run from it with "
-            f"name=NEW --fork {checkpoint.folder} --new-data"
-        )
     write_durably(config.folder / CONFIG, dump_config(config).encode())
     return Claimed(term=term, checkpoint=checkpoint)
 
@@ -95,7 +94,3 @@ def once_there_is_room(
                 ) from error
             log.warning("no disk space to start" if is_full else "the disk fails, trying again", error=str(error))
         sleep(_ROOM_EVERY_S * random.uniform(0.5, 1.0))
-
-
-def _paths(data: schema.Data) -> str:
-    return ", ".join(repr(one.dataset.place) for one in data.train_sets())

@@ -211,7 +211,12 @@ class CheckpointRoot:
         best_by: str = BEST_METRIC,
         keep: Collection[CheckpointName] = (),  # kept in any case
     ) -> list[CheckpointName]:
-        """Remove checkpoints that need not be kept, and leftovers of unfinished work; return the names removed."""
+        """Remove checkpoints that need not be kept, and leftovers of unfinished work; return the names removed.
+
+        A learner that has been replaced removes nothing: what is kept is the newer one's to say.
+        """
+        if highest_term(self.root) > term:
+            return []
         self._clean_up(term)
         readable = list(self.readable(lineage))
         retained = {*keep, *(c.name for c in (*readable[:keep_last], *best_first(readable, best_by)[:keep_best]))}

@@ -38,6 +38,7 @@ from streamrl.learner.groups.ledger import DROPPED, Ending, FeedState, Ledger
 
 ANY_DATA = "any"  # data fingerprint of a fork that starts its data afresh
 CONFIG = "config.yaml"  # the settings of the last learner that took the run (`admission.claim`)
+REPLAY = "replay.json"  # in a replay's run folder: identifies its recording
 _FORKED_FROM = "forked_from"  # in the checkpoint that a fork begins with
 
 log = structlog.get_logger(__name__)
@@ -85,6 +86,8 @@ def _check_since_start(config: schema.Config, newest: Checkpoint | None) -> None
     What its workers have made is in Redis, and is trained by the next learner.
     """
     path = config.folder / CONFIG
+    if (config.folder / REPLAY).exists():  # its groups are the recording's, whatever a start before asked for
+        return
     if highest_term(config.folder) <= (0 if newest is None else newest.name.term) or not path.is_file():
         return
     try:
@@ -180,6 +183,18 @@ def check_data_left(config: schema.Config, *, num_places: int) -> None:
             f"training.max_epochs = {config.training.max_epochs}: {source}, with which this run begins, has used up "
             "the data; raise it for further passes and start the run again without --fork, or start another one that "
             f"begins the data anew, with `name=NEW --fork {source} --new-data`"
+        )
+
+
+def check_same_data(config: schema.Config, fingerprint: str) -> None:
+    """Raise DataError if the run's newest checkpoint was made with prompts of another fingerprint."""
+    newest = _newest(config)
+    if newest is not None and newest.state.data_fingerprint not in (ANY_DATA, fingerprint):
+        train = ", ".join(repr(one.dataset.place) for one in config.data.train_sets())
+        raise DataError(
+            f"{newest.folder} was made with other prompts, seed or order than data.train = {train} gives now: tickets "
+            "would mean other prompts; set them back, or start another run from it with "
+            f"name=NEW --fork {newest.folder} --new-data"
         )
 
 

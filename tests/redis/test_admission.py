@@ -14,8 +14,8 @@ from streamrl.config import schema
 from streamrl.config.load import load_config
 from streamrl.errors import ConfigError, Ended, Fenced, Refused, Replaced, ResourceError, RunGone
 from streamrl.learner.admission.admit import Admitted, admit
-from streamrl.learner.admission.claim import REPLAY
 from streamrl.learner.admission.server import Server, holding_lease, take_lease, was_restarted
+from streamrl.learner.checkpoints.resume import REPLAY
 from streamrl.learner.checkpoints.terms import claim_run
 from streamrl.protocol.transport.keys import Keys
 from streamrl.protocol.transport.operator import remove_run, set_control

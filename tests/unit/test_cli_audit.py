@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.config.load import dump_config
-from streamrl.learner.admission.claim import REPLAY
+from streamrl.learner.checkpoints.resume import REPLAY
 from streamrl.ops.cli.main import main
 from tests.feed_world import make_config
 from tests.run_folder import RunFolder, clean_folder

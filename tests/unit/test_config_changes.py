@@ -11,9 +11,9 @@ import pytest
 from streamrl.config import schema
 from streamrl.config.changes import changes, check_changes, refusal_of
 from streamrl.config.explain import known_keys
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DataError
 from streamrl.learner.admission.claim import claim_folder
-from streamrl.learner.checkpoints.resume import changed_since_checkpoint, find_checkpoint, fork
+from streamrl.learner.checkpoints.resume import REPLAY, changed_since_checkpoint, find_checkpoint, fork
 from tests.feed_world import make_prompts
 from tests.made_checkpoint import make_checkpoint
 
@@ -258,6 +258,27 @@ def test_a_run_without_a_checkpoint_of_its_own_keeps_the_settings_of_its_groups(
     assert len(list((begun.folder / "terms").iterdir())) == 1
     shutil.rmtree(begun.folder)
     claim_folder(hotter, make_prompts(4))
+
+
+def test_a_replay_without_a_checkpoint_may_change_everything(tmp_path: Path) -> None:
+    """Its groups are the recording's."""
+    begun = make_config(dir=str(tmp_path))
+    claim_folder(begun, make_prompts(4))
+    (begun.folder / REPLAY).touch()
+    assert changed_since_checkpoint(make_config(dir=str(tmp_path), sampling={"temperature": 0.5})) == []
+
+
+def test_prompts_of_another_order_are_refused_before_the_run_is_claimed(tmp_path: Path) -> None:
+    """Otherwise the refused settings would be those that a fork has to keep."""
+    old = make_config(dir=str(tmp_path), name="old")
+    prompts = make_prompts(4)
+    make_checkpoint(old, data_fingerprint=prompts.fingerprint())
+    fork(find_checkpoint(str(old.folder)), tmp_path / "new", new_data=False)
+    new = make_config(dir=str(tmp_path), name="new")
+    with pytest.raises(DataError, match="made with other prompts, seed or order"):
+        claim_folder(new, make_prompts(4, seed=2))
+    claim_folder(new, prompts)
+    assert len(list((new.folder / "terms").iterdir())) == 2
 
 
 def test_a_fork_may_change_everything_until_a_learner_has_taken_it(tmp_path: Path) -> None:
