@@ -20,6 +20,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,15 @@ from typing import Any
 import torch
 
 from streamrl.config import schema
-from streamrl.errors import DataError, TrainingError
+from streamrl.errors import DataError, ResourceError, TrainingError
 from streamrl.files import write_durably
 from streamrl.workers.reward_server.model import RewardModel, Row
 
 SUMMARY_FILE = "reward_summary.json"
 _REPORTS = 10  # of the loss, over the whole training
-_SCORE_ROWS = 64
+# Tokens of one forward pass, padding included: one pair of the default --max-tokens, the least that splits no pair.
+# A pass keeps all that it computed until its gradient is there, so this bounds the memory, whatever the batch size.
+_PIECE_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +91,15 @@ def train(examples: Sequence[Example], settings: TrainSettings, report: Callable
 
     batches = list(_batches(training, settings))
     optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay)
-    scorer.model.train()
-    for step, batch in enumerate(batches, start=1):
-        loss = _step(scorer, optimizer, batch, settings.clip_norm)
-        if step % math.ceil(len(batches) / _REPORTS) == 0 or step == len(batches):
-            report(f"step {step}/{len(batches)}: loss {loss:.4f}")
-    scorer.model.eval()
+    with _full_memory_explained(settings.max_tokens):
+        scorer.model.train()
+        for step, batch in enumerate(batches, start=1):
+            loss = _step(scorer, optimizer, batch, settings.clip_norm)
+            if step % math.ceil(len(batches) / _REPORTS) == 0 or step == len(batches):
+                report(f"step {step}/{len(batches)}: loss {loss:.4f}")
+        scorer.model.eval()
+        rewards = _rewards(scorer, held_out)
 
-    rewards = _rewards(scorer, held_out)
     summary = Summary(
         num_trained=len(training),
         num_held_out=len(held_out),
@@ -117,7 +121,7 @@ def _encode(scorer: RewardModel, examples: Sequence[Example], max_tokens: int) -
     limit = min(max_tokens, scorer.max_tokens or max_tokens)
     rows = iter(scorer.encode([text for example in examples for text in example.texts]))
     encoded = [_Encoded(rows=tuple(next(rows) for _ in example.texts), scores=example.scores) for example in examples]
-    return [example for example in encoded if max(map(len, example.rows)) <= limit]
+    return [example for example in encoded if _longest(example) <= limit]
 
 
 def _batches(examples: Sequence[_Encoded], settings: TrainSettings) -> Iterator[Sequence[_Encoded]]:
@@ -128,27 +132,67 @@ def _batches(examples: Sequence[_Encoded], settings: TrainSettings) -> Iterator[
             yield shuffled[start : start + settings.batch_size]
 
 
+@contextmanager
+def _full_memory_explained(max_tokens: int) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise ResourceError(
+            f"the device's memory is too small to train this model on texts of up to {max_tokens} tokens: lower "
+            "--max-tokens, or use a smaller model or a GPU with more memory; another --batch-size changes nothing"
+        ) from None
+
+
 def _step(scorer: RewardModel, optimizer: torch.optim.Optimizer, batch: Sequence[_Encoded], clip_norm: float) -> float:
-    outputs = scorer.forward([row for example in batch for row in example.rows])
-    if batch[0].scores:
-        loss = torch.nn.functional.mse_loss(outputs, outputs.new_tensor([example.scores for example in batch]))
-    else:
-        chosen, rejected = outputs.view(-1, 2).T
-        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-    if not torch.isfinite(loss):
-        raise TrainingError(f"the loss became {loss.item()}: try a smaller learning rate")
-    loss.backward()
+    loss = _add_gradients(scorer, batch)
     torch.nn.utils.clip_grad_norm_(scorer.model.parameters(), clip_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return loss.item()
+    return loss
+
+
+def _add_gradients(scorer: RewardModel, batch: Sequence[_Encoded]) -> float:
+    """Add the gradients of the mean loss over the batch, piece by piece, and return this loss."""
+    total = 0.0
+    for piece in _pieces(sorted(batch, key=_longest)):  # examples of similar lengths need less padding
+        loss = _mean_loss(scorer, piece) * (len(piece) / len(batch))
+        if not torch.isfinite(loss):
+            raise TrainingError(f"the loss became {loss.item()}: try a smaller learning rate")
+        loss.backward()
+        total += loss.item()
+    return total
+
+
+def _mean_loss(scorer: RewardModel, examples: Sequence[_Encoded]) -> torch.Tensor:
+    outputs = scorer.forward([row for example in examples for row in example.rows])
+    if examples[0].scores:
+        return torch.nn.functional.mse_loss(outputs, outputs.new_tensor([example.scores for example in examples]))
+    chosen, rejected = outputs.view(-1, 2).T
+    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def _pieces(examples: Sequence[_Encoded]) -> Iterator[Sequence[_Encoded]]:
+    """Cut, in order, into pieces of at most `_PIECE_TOKENS`; an example that has more is a piece of its own."""
+    piece: list[_Encoded] = []
+    num_rows = width = 0
+    for example in examples:
+        num_rows, width = num_rows + len(example.rows), max(width, _longest(example))
+        if piece and num_rows * width > _PIECE_TOKENS:
+            yield piece
+            piece, num_rows, width = [], len(example.rows), _longest(example)
+        piece.append(example)
+    if piece:
+        yield piece
+
+
+def _longest(example: _Encoded) -> int:
+    return max(map(len, example.rows))
 
 
 @torch.inference_mode()
 def _rewards(scorer: RewardModel, held_out: Sequence[_Encoded]) -> list[float]:
     """Return the reward of every held-out text, in order; for several outputs, their mean."""
-    rows = [row for example in held_out for row in example.rows]
-    parts = [scorer.forward(rows[start : start + _SCORE_ROWS]) for start in range(0, len(rows), _SCORE_ROWS)]
+    parts = [scorer.forward([row for example in piece for row in example.rows]) for piece in _pieces(held_out)]
     rewards: list[float] = torch.cat(parts).mean(dim=1).tolist()
     return rewards
 
