@@ -50,6 +50,10 @@ def prefixed(prefix: str) -> Callable[[Tensors], Tensors]:
         (without("lm_head.weight"), r"hold no lm_head\.weight; .* set tie_word_embeddings: true in its config\.json"),
         *((prefixed(f"{word}."), "hold no lm_head.weight, and lack 21 ") for word in ("_orig_mod", "module")),
         (prefixed("base_model.model."), "hold no lm_head.weight, and lack 21 "),
+        (
+            lambda held: {name.replace("norm.weight", "norm.gamma"): tensor for name, tensor in held.items()},
+            "hold no model.layers.0.input_layernorm.weight, and lack 5 ",
+        ),
     ],
 )
 def test_files_that_lack_parameters_are_refused_with_one_of_them(
