@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,65 +13,19 @@ from typing import Any
 import pytest
 import redis
 
-from streamrl.config.load import Loaded, load_config
-from streamrl.config.placement import StartedPart
-from streamrl.errors import ConfigError, ResourceError
-from streamrl.finding import Finding
 from streamrl.ops.cli.main import main
-from streamrl.ops.monitor.doctor import _SKIPPED, CHECKS, look, machine
+from streamrl.ops.monitor.doctor import look, machine
 from streamrl.ops.monitor.doctor.machine import worker_bytes
-from streamrl.ops.monitor.doctor.requirements import check_packages
 from streamrl.ops.monitor.doctor.services import fitness
 from streamrl.ops.monitor.doctor.sizes import count_parameters, published_bytes, trained_parameters
 from streamrl.terminal import size
 from tests.gpus_world import machine_with
-
-TOKENS = ["<eos>", *"abcdefgh"]
+from tests.redis.doctor_world import TOKENS, found, load, make_model, write_config, write_tensors
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """What a folder of a model says of itself; its tensors are never read."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": len(TOKENS)}))
-    vocabulary = {token: place for place, token in enumerate(TOKENS)}
-    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    write_tensors(folder, rows=10)
-    (tmp_path / "train.jsonl").write_text('{"text": "ab", "answer": "b"}\n')
-    return folder
-
-
-def write_tensors(folder: Path, *, rows: int) -> None:
-    header = json.dumps(
-        {"layer.w.weight": {"dtype": "F32", "shape": [rows, 1000], "data_offsets": [0, 4000 * rows]}}
-    ).encode()
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-
-
-def write_config(model: Path, url: str) -> str:
-    path = model.parent / "run.yaml"
-    path.write_text(
-        f"""
-model: {{path: {model}}}
-data: {{train: {model.parent / "train.jsonl"}}}
-dir: {model.parent}
-redis: {{url: "{url}", max_backlog_bytes: 1000000}}
-weights: {{max_store_bytes: 100000}}
-rewards: {{exact: {{type: function, target: exact_match}}}}
-validation: {{every_steps: 0, at_start: false, at_end: false}}
-"""
-    )
-    return str(path)
-
-
-def load(model: Path, url: str, *overrides: str) -> Loaded:
-    return load_config(write_config(model, url), overrides)
-
-
-def found(model: Path, url: str, *overrides: str) -> dict[str, Finding]:
-    return {finding.name: finding for _, finding in look(load(model, url, *overrides))}
+    return make_model(tmp_path / "model")
 
 
 def test_cores_without_products_of_bfloat16_are_told_with_the_settings_that_suit_them(
@@ -323,41 +274,6 @@ def test_where_files_are_wrong_nothing_is_tried_with_them(
     assert "rewards, prompts and model were not tried" in told
 
 
-def test_each_machine_is_asked_for_what_its_own_part_needs(model: Path, redis_url: str) -> None:
-    def seen(part: StartedPart, *overrides: str) -> dict[str, Finding]:
-        return {one.name: one for _, one in look(load(model, redis_url, *overrides), part)}
-
-    no_data = seen("worker", "data.train=nowhere.jsonl", "worker.count=0")
-    assert [name for name, one in no_data.items() if one.level == "error"] == []
-    assert "worker memory" in no_data
-    assert not {"learner memory", "disk", "files", "run folder"} & set(no_data)
-    away = "rewards.away={type: http, url: 'http://127.0.0.1:9', weight: 1}"
-    learner = seen("learner", away)
-    assert {"learner memory", "disk", "files"} <= set(learner)
-    assert not {"worker memory", "reward away", "shared memory"} & set(learner)
-    assert {name for skipped in _SKIPPED.values() for name in skipped} <= set(CHECKS)
-
-
-def test_hosts_of_an_engine_must_reach_redis(model: Path, redis_url: str) -> None:
-    loaded = load(model, redis_url, "redis.url=embedded", "worker.hosts=2", "worker.count=2")
-    [told] = [one for _, one in look(loaded) if one.name == "hosts"]
-    assert (told.level, "cannot reach the Redis" in told.evidence) == ("error", True)
-
-
-def test_a_worker_needs_only_to_read_the_weights(
-    model: Path, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_writing(path: Path, mode: int) -> bool:
-        return not mode & os.W_OK
-
-    monkeypatch.setattr(os, "access", no_writing)
-    loaded = load(model, redis_url, f"weights.store=file:{tmp_path}", "worker.count=0")
-    found = {part: {one.name: one.level for _, one in look(loaded, part)} for part in ("all", "worker")}
-    assert found["worker"]["weights store"] == "ok"
-    assert "run folder" not in found["worker"]
-    assert found["all"]["weights store"] == "error"
-
-
 def test_a_second_copy_of_the_weights_is_not_counted(model: Path) -> None:
     count = count_parameters(model)
     shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
@@ -366,41 +282,3 @@ def test_a_second_copy_of_the_weights_is_not_counted(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
     shutil.copy(model / "model.safetensors", model / "other.safetensors")
     assert count_parameters(model) == count
-
-
-def test_a_layout_is_checked_where_the_number_of_ranks_is_known(model: Path, redis_url: str) -> None:
-    def wrong(part: StartedPart) -> set[str]:
-        loaded = load(model, redis_url, "learner.layout.context=4", "learner.processes=2")
-        return {one.name for _, one in look(loaded, part) if one.level == "error" and "context = 4" in one.evidence}
-
-    assert wrong("all") == {"layout"}
-    assert wrong("learner") == wrong("worker") == set(), "with more machines"
-
-
-def test_a_worker_on_vllm_without_gpus_cannot_tell_routes(model: Path, redis_url: str) -> None:
-    config = load(model, redis_url, "worker.engine=vllm", "algorithm.routing_replay=rollout").config
-    with pytest.raises(ConfigError, match=r"vLLM reports routes on GPUs only.*worker\.engine=transformers"):
-        check_packages(config, "worker")
-    check_packages(config, "learner")
-
-
-def test_the_other_parts_packages_are_not_asked_for(
-    model: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def without(*packages: str) -> None:
-        def find(name: str) -> object | None:
-            return None if name in packages else find_spec(name)
-
-        monkeypatch.setattr("streamrl.extras.importlib.util.find_spec", find)
-
-    config = load(model, redis_url, "worker.engine=vllm").config
-    find_spec = importlib.util.find_spec
-    without("vllm")
-    check_packages(config, "learner")
-    for part in ("worker", "all"):
-        with pytest.raises(ResourceError, match="vllm"):
-            check_packages(config, part)  # type: ignore[arg-type]
-    without("torch", "transformers")
-    check_packages(config, "worker")
-    with pytest.raises(ResourceError, match="the learner needs torch"):
-        check_packages(config, "learner")

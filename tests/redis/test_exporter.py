@@ -151,7 +151,7 @@ def test_old_tokens_alarm_only_beyond_the_bound_of_a_run_that_still_runs(run: Wa
     told = parse(prometheus_text(run.view(), "x", is_up=True))
     assert told["streamrl_lag_bound_steps", 'run="x"'] == run.world.config.lag.max_steps
     assert alerts()["StreamrlLag"] == (
-        'streamrl_metric{name="lag/mean"} > on(namespace, run) streamrl_lag_bound_steps + 1'
+        'streamrl_metric{name="lag/mean"} > on(namespace, run, instance) streamrl_lag_bound_steps + 1'
         " and on(namespace, run) streamrl_running == 1"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 from streamrl.errors import ResourceError
 from streamrl.ops.monitor.build import build_view
 from streamrl.ops.monitor.view import View
-from streamrl.ops.python.attached import end_in_view
+from streamrl.ops.python import attached
+from streamrl.ops.python.attached import Attached, end_in_view
 from streamrl.protocol.transport.types import RunState
+from tests.feed_world import Clock
 from tests.launch_world import make_report, make_run, make_snapshot
 from tests.run_folders import make_folder
 
@@ -68,3 +71,23 @@ def test_a_run_that_may_live_on_another_machine_goes_on(tmp_path: Path) -> None:
 def test_a_run_that_is_no_more_in_its_redis_is_an_error_after_some_patience(crashed: Path) -> None:
     with pytest.raises(ResourceError, match=r"^Redis at here holds nothing of run 'run' any more$"):
         end_in_view(seen(None), crashed)
+
+
+def test_a_learner_that_was_killed_may_be_started_again_for_a_while(
+    crashed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torchrun, of which Redis knows nothing."""
+    views, clock = [seen("running")], Clock()
+    monkeypatch.setattr(attached, "_opened", lambda folder: nullcontext())
+    monkeypatch.setattr(attached, "look_once", lambda source: views[-1])
+    run = Attached(crashed, clock=clock)
+    assert run.ended is None
+    clock.advance(60.0)
+    views.append(seen("running", holder="me"))
+    assert run.ended is None
+    views.append(seen("running"))
+    clock.advance(100.0)
+    assert run.ended is None, "that it was seen without a learner earlier does not count"
+    clock.advance(121.0)
+    assert run.ended is not None
+    assert run.ended.state == "failed"

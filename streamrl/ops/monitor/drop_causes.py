@@ -104,7 +104,7 @@ def failing_tickets(view: View) -> Iterator[Cause]:
     yield Cause(
         level="attention" if delivered else "blocking",
         title="workers fail most tickets",
-        evidence=f"of the last {failed + delivered} {failed} failed"
+        evidence=f"{failed} of the last {failed + delivered} failed"
         + (f"; the last error: {errors[0]:.200}" if errors else ""),
         remedy="fix what the error names, often a reward source; a ticket becomes a dead letter after "
         "worker.max_attempts failures",

@@ -20,7 +20,9 @@ from streamrl.ops.python.launcher import EndOfRun
 from streamrl.protocol.transport import operator as orders
 
 _LOOK_EVERY_S = 0.5
-_PATIENCE_S = 120.0  # while a Redis that was there is away; the default patience of the run's own parts
+# While a Redis that was there is away, or a learner that was killed is not there again; the default patience of the
+# run's own parts.
+_PATIENCE_S = 120.0
 
 
 def look_at(folder: Path) -> View:
@@ -67,6 +69,7 @@ class Attached:
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder, self._clock = folder, clock
         self._away_since: float | None = None  # over all waits, since short ones may follow each other
+        self._killed_since: float | None = None  # likewise
         with _opened(folder) as source:
             run = source if isinstance(source, Remains) else look_once(source).run
         if run.state == "absent":
@@ -78,7 +81,15 @@ class Attached:
         with _opened(self._folder) as source:
             if isinstance(source, Remains):  # without a view, which takes all its curves
                 return _end_of(source, has_crashed=source.state == "crashed")
-            return end_in_view(look_once(source), self._folder)
+            view = look_once(source)
+        ended = end_in_view(view, self._folder)
+        if ended is None or not is_running(view):
+            self._killed_since = None
+            return ended
+        # torchrun, or whoever started `learn`, may be about to start the killed learner again.
+        if self._killed_since is None:
+            self._killed_since = self._clock()
+        return ended if self._clock() >= self._killed_since + _PATIENCE_S else None
 
     def wait(self, timeout_s: float | None) -> bool:
         deadline = self._clock() + timeout_s if timeout_s is not None else float("inf")

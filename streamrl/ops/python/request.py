@@ -158,7 +158,11 @@ def _is_found_by_workers(module: ModuleType) -> bool:
         return True
     package = _package_of(module)
     words = [sys.executable, "-c", _FIND, package.__name__]
-    found = json.loads(subprocess.run(words, check=True, stdout=subprocess.PIPE, timeout=_FIND_S).stdout)
+    try:
+        told = subprocess.run(words, check=True, stdout=subprocess.PIPE, timeout=_FIND_S).stdout
+        found = json.loads(told.splitlines()[-1])  # after whatever a sitecustomize prints
+    except (subprocess.SubprocessError, ValueError, IndexError):
+        return False
     here = list(getattr(package, "__path__", [])) or [getattr(package, "__file__", None)]
     return found is not None and _resolved(found) == _resolved(here)
 
